@@ -1,7 +1,7 @@
-"""TransferEngine: the front of the transfer engine.
+"""TransferEngine: the entry point of the transfer engine.
 
-Owns which segments are open and which threads drive asyncio callers' batches; opening picks the transport, from those
-that ``transports.registry`` lists. ``client.batch_state`` and ``core.paths`` decide about slices, ``client.handle``
+Owns the set of open segments and the threads that drive asyncio callers' batches; opening picks the transport, from
+those in ``transports.registry``. ``client.batch_state`` and ``core.paths`` decide about slices, ``client.handle``
 drives them.
 """
 
@@ -60,7 +60,7 @@ _Key = tuple[SegmentDescriptor, SessionKey, str | None]
 
 
 class _Opening:
-    """One segment in the cache; the lock makes its openers wait for one another and for nobody else."""
+    """One segment in the cache; the lock makes its openers wait only for one another."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -68,17 +68,16 @@ class _Opening:
 
     @property
     def stale(self) -> bool:
-        """Whether nobody has it open and nobody is opening it."""
+        """Whether it is neither open nor being opened."""
         return not self.lock.locked() and (self.remote is None or self.remote.closed)
 
 
 class TransferEngine:
     """Moves bytes between this process's buffers and other processes' segments; one per process is enough.
 
-    ``transports`` in the order of preference; by default all that the registry knows.
-    ``host_id`` is equal for processes that can share memory.
-    Every method may be called from any thread. Use as a context manager, or call ``close()``. In a forked child
-    opening and moving raise InvalidRequest.
+    ``transports`` in the order of preference; by default all in the registry. ``host_id`` is equal for processes that
+    can share memory. Every method may be called from any thread. Use as a context manager, or call ``close()``. In a
+    forked child opening and moving raise InvalidRequest.
     """
 
     def __init__(
@@ -115,19 +114,19 @@ class TransferEngine:
     # --- memory and segments
 
     def register(self, buffer: Any) -> Buffer:
-        """Name local memory once, for many transfers; see Buffer. Raises InvalidRequest if it is not C-contiguous."""
+        """Register local memory once, for many transfers; see Buffer. Raises InvalidRequest if not C-contiguous."""
         return Buffer(buffer)
 
     def open_segment(
         self, descriptor: SegmentDescriptor, session: SessionKey = NO_SESSION, transport: str | None = None
     ) -> RemoteSegment:
-        """Reach a peer's segment; the same object for the same arguments while it is open.
+        """Reach a peer's segment; returns the same object for the same arguments while it is open.
 
-        Takes the first of the engine's transports by which the peer can be reached: shm where it is on this host and
-        lets this process in, else rdma or ucx where both have it, else tcp. ``transport`` pins one.
-        ``session`` is the one that the owner opened for us (NO_SESSION where it keeps no leases).
-        Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
-        transport (VersionMismatch if one of them failed for that), InvalidRequest for an unknown ``transport``.
+        Takes the first of the engine's transports that reaches the peer: shm if it is on this host and admits this
+        process, else rdma or ucx if both have it, else tcp. ``transport`` pins one. ``session`` is the one that the
+        owner opened for us (NO_SESSION where it keeps no leases). Waits for the peer, at most ``connect_timeout_s`` per
+        attempt. Raises NodeUnavailable with the reason for each transport (VersionMismatch if one of them failed for
+        that), InvalidRequest for an unknown ``transport``.
         """
         if transport is not None and transport not in self.transports:
             raise InvalidRequest(f"transport {transport!r} is not one of this engine's {list(self.transports)}")
@@ -145,7 +144,7 @@ class TransferEngine:
             return opening.remote
 
     def open_segments(self) -> list[RemoteSegment]:
-        """The segments that are open now, for those who look at their paths."""
+        """Return the segments open now, to inspect their paths."""
         with self._lock:
             remotes = [opening.remote for opening in self._segments.values()]
         return [remote for remote in remotes if remote is not None and not remote.closed]
@@ -153,14 +152,14 @@ class TransferEngine:
     async def open_segment_async(
         self, descriptor: SegmentDescriptor, session: SessionKey = NO_SESSION, transport: str | None = None
     ) -> RemoteSegment:
-        """``open_segment`` in one of the engine's threads."""
+        """Run ``open_segment`` in one of the engine's threads."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor(), self.open_segment, descriptor, session, transport)
 
     # --- transfers
 
     def submit(self, batch: TransferBatch) -> TransferHandle:
-        """Start a batch. Without waiting, as much is posted as the windows take; the rest moves while somebody waits.
+        """Start a batch. Posts, without waiting, what the windows take; the rest moves while a caller waits.
 
         Raises InvalidRequest, and moves nothing, if one request is malformed or two READs overlap locally.
         """
@@ -192,9 +191,9 @@ class TransferEngine:
         self._prepare(requests).wait(max(0.0, left_s)).raise_first()
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
-        """``transfer`` for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
+        """Do ``transfer`` for asyncio: small copies over shm at once, all else in one of the engine's threads.
 
-        Raises Overloaded if ``max_async_batches`` are waiting already.
+        Raises Overloaded if ``max_async_batches`` are already waiting.
         """
         admit_deadline(deadline_s)
         self._refuse_child()
@@ -230,7 +229,7 @@ class TransferEngine:
         self._shared.close()
 
     def forget_in_child(self) -> None:
-        """Leave all as it is: links, memory registered with devices and mappings are the parent's."""
+        """Leave everything as it is: links, memory registered with devices and mappings are the parent's."""
         self._closed = True
         keep_for_ever(self)
 
@@ -245,7 +244,7 @@ class TransferEngine:
         self.close()
 
     def check(self) -> None:
-        """Assert the invariants of everything that is open."""
+        """Assert the invariants of everything open."""
         with self._lock:
             remotes = [opening.remote for opening in self._segments.values() if opening.remote is not None]
         with self._resources.lock:
@@ -258,7 +257,7 @@ class TransferEngine:
     # --- inside
 
     def _remember(self, key: _Key, opening: _Opening, remote: RemoteSegment) -> None:
-        """Keep what was opened, and forget what failed to open or was closed since."""
+        """Keep the opened segment, and forget those that failed to open or were closed since."""
         with self._lock:
             if self._closed:
                 remote.close()
@@ -277,7 +276,7 @@ class TransferEngine:
         return send_fast(request, now_s, deadline_s, self.config.slice_deadline_s, self._resources)
 
     def _open(self, descriptor: SegmentDescriptor, session: SessionKey, pinned: str | None) -> RemoteSegment:
-        """Reach the segment over every transport that can; the first whose owner answers is the preferred one."""
+        """Reach the segment over every capable transport; the first whose owner answers is the preferred one."""
         context = ConnectContext(descriptor, session, self.config, self.host_id, shared=self._shared)
         peers: dict[str, TransportPeer] = {}
         reasons: list[TanghuluError] = []

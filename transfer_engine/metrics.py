@@ -1,4 +1,4 @@
-"""The transfer engine's metrics, read off its objects when they are scraped, in every process that has such objects."""
+"""The transfer engine's metrics, read from its objects on each scrape, in every process that has such objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tanghulu.transfer_engine.core.paths import LATENCY_BOUNDS_S, Path, PathStat
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
 
-#: A path as its figures name it; those of a path's streams are added up.
+#: Label of a path; the figures of its streams are added up.
 _LABELS = ("segment", "transport", "peer", "device")
 _COUNTERS = {
     "num_bytes": ("tanghulu_transfer_bytes", "payload that arrived"),
@@ -32,13 +32,13 @@ _BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]
 
 
 class EngineCollector(Collector):
-    """Publishes what a process's TransferEngine does, by path, while the segment is open."""
+    """Publishes the activity of a process's TransferEngine, by path, while the segment is open."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of all paths."""
+        """Yield all metrics of all paths."""
         paths = self._by_label()
         for field, (name, text) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=_LABELS)
@@ -67,13 +67,13 @@ class EngineCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """Publishes what peers do at a process's SegmentServer."""
+    """Publishes the activity of peers at a process's SegmentServer."""
 
     def __init__(self, server: SegmentServer) -> None:
         self._server = server
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the segment."""
+        """Yield all metrics of the segment."""
         server = self._server
         connections = GaugeMetricFamily("tanghulu_segment_connections", "open connections", labels=["transport"])
         for transport, number in server.num_connections.items():
@@ -101,7 +101,7 @@ def _label(path: Path) -> tuple[str, str, str]:
 
 
 def _buckets(found: list[tuple[PathState, PathStats]]) -> list[tuple[str, float]]:
-    """Prometheus counts up: each bucket holds those of the buckets before it."""
+    """Return cumulative buckets, as Prometheus counts: each includes those before it."""
     total, buckets = 0, []
     for index, bound in enumerate(_BOUNDS):
         total += sum(stats.latencies[index] for _, stats in found)

@@ -1,6 +1,6 @@
-"""The transfer engine's options of a process: what its flags mean for the segment it serves and the engine it runs.
+"""Transfer engine options of a process: its flags as settings of the segment it serves and the engine it runs.
 
-Nodes and workers share them. Pure, but for ``topology.discovery`` where devices are asked for.
+Shared by nodes and workers. Pure, except for ``topology.discovery`` where devices are requested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOptions:
-    """Fields for the configuration of a process that offers a segment or opens others'."""
+    """Configuration fields of a process that offers a segment or opens those of others."""
 
     transports: str = option("shm,tcp", f"transports of payloads, best first, out of {', '.join(TRANSPORTS)}")
     topology: str = option(
@@ -38,7 +38,7 @@ class TransferOptions:
 class TransferSettings:
     """The options, checked: values for TransferEngine and SegmentServer.
 
-    ``listen`` lacks what only the process knows, such as the path of its socket.
+    ``listen`` lacks values known only to the process, such as the path of its socket.
     """
 
     transports: tuple[str, ...]
@@ -48,7 +48,7 @@ class TransferSettings:
 
 
 def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
-    """The settings that the flags ask for; the process listens at ``host``. Raises ConfigError that names the flag."""
+    """Return the settings from the flags; the process listens at ``host``. Raises ConfigError that names the flag."""
     transports = _names(options.transports)
     unknown = [name for name in transports if name not in TRANSPORTS]
     if unknown or len(set(transports)) != len(transports):
@@ -80,7 +80,7 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
 
 
 def _location(options: TransferOptions, topology: Topology | None) -> str:
-    """Where the process's memory lies, as the matrix calls it; empty if nobody said."""
+    """Return the location of the process's memory, as named in the matrix; empty if not given."""
     if options.near and topology is None:
         raise ConfigError(f"--near {options.near} orders the devices of --topology, which is not given")
     if options.near and topology is not None and options.near not in topology.matrix:
@@ -93,7 +93,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _topology(options: TransferOptions) -> Topology | None:
-    """The devices that tcp is to be spread over; None: leave it to the kernel."""
+    """Return the devices over which tcp is to be spread; None leaves it to the kernel."""
     wanted = _names(options.tcp_devices)
     if not options.topology and not wanted:
         return None

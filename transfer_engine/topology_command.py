@@ -29,7 +29,7 @@ class TopologyConfig:
 
 
 def abilities(topology: Topology) -> dict[str, Ability]:
-    """What each transport can do here, found by trying; nothing is left behind."""
+    """Return what each transport can do here, found by trying; nothing is left behind."""
     return {name: _tried(transport, topology) for name, transport in sorted(TRANSPORTS.items(), key=_by_default_first)}
 
 
@@ -38,7 +38,7 @@ def _by_default_first(named: tuple[str, Transport]) -> bool:
 
 
 def gpu_memory() -> Ability:
-    """Return whether an RDMA device reaches GPU memory by itself; if not, it goes through pinned memory."""
+    """Return whether an RDMA device reaches GPU memory directly; if not, it goes through pinned memory."""
     found = gpu_direct.probe()
     return Ability(found.works, found.note)
 
@@ -87,7 +87,7 @@ def _device_lines(topology: Topology) -> list[str]:
 
 
 def _named(names: Sequence[str], usable: Collection[str]) -> str:
-    """The names of devices that carry anything now; one that is down, or has no address, does not."""
+    """Return the names of devices that carry traffic now: up, and with an address."""
     return ", ".join(name for name in names if name in usable) or "none"
 
 

@@ -1,6 +1,6 @@
-"""Puts a worker together: model, cache in shared memory, engine thread, connector, peers, sessions, port.
+"""Assembles a worker: model, cache in shared memory, engine thread, connector, peers, sessions, port.
 
-The one place that knows all parts; each of them knows only its neighbours' interfaces.
+The only module aware of all parts; each part uses only its neighbours' interfaces.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _WITHOUT_SECRET = (
     "conductors and workers, lets it load only what they have stored"
 )
 _LEASE_MS = 20_000
-_LAST_STEP_S = 30.0  # what the step under way may take when a worker ends
+_LAST_STEP_S = 30.0  # most that the step under way may take when a worker ends
 
 
 class WorkerServer:
@@ -93,7 +93,7 @@ class WorkerServer:
         await self._stack.aclose()
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Open the parts bottom up: memory, engine, its connections to the outside, and the port last."""
+        """Open the parts bottom up: memory, engine, its outside connections, and the port last."""
         process, config = self._process, self._config
         service = FastService(max_connections=config.max_connections)
         tokens = None if config.tokens is None else TokensFile(config.tokens)
@@ -265,14 +265,14 @@ class WorkerServer:
         self._beats.on_report(reports[-1])
 
     def _engine_failed(self, error: BaseException) -> None:
-        """End the process at once: the engine's state is lost, and requests go on at other workers."""
+        """End the process at once: the engine's state is lost, and requests continue at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def _stop_engine(self) -> None:
-        """End the engine's thread; or at once the process, if that thread stands in a call that does not return.
+        """End the engine's thread; or at once the process, if that thread is stuck in a call that does not return.
 
-        It may use all that would be closed behind it: the model's memory, the cache, the transfers.
+        The thread may use everything closed after it: the model's memory, the cache, the transfers.
         """
         if await asyncio.to_thread(self._thread.stop, _LAST_STEP_S):
             return
@@ -281,7 +281,7 @@ class WorkerServer:
         os._exit(1)
 
     def _end(self) -> EndReply:
-        """Have the process end in order, as SIGTERM does."""
+        """End the process in order, as SIGTERM does."""
         self._process.stopping.set()
         return EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
 

@@ -1,4 +1,4 @@
-"""The options of a worker process, checked once at start."""
+"""Options of a worker process, checked once at start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tanghulu.workers.kv.store_policy import POLICIES as STORE_POLICIES
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, ProcessConfig):
-    """The options of a worker."""
+    """Options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
@@ -104,7 +104,7 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 
     def _require_torch(self) -> None:
-        """Raise ConfigError for what only a model that computes can be given."""
+        """Raise ConfigError for options that only a real model supports."""
         if self.kv_dtype != "auto" and self.engine != "torch":
             raise ConfigError("--kv-dtype takes --engine torch: --debug mock_kv_token_bytes sizes the mock engine's KV")
         if self.lora and self.engine != "torch":

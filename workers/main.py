@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 async def serve(process: Process, config: WorkerConfig) -> None:
-    """Look for the others, load the model, open the port, serve sessions until stopped, then drain."""
+    """Find the other processes, load the model, open the port, serve sessions until stopped, then drain."""
     async with open_discovery(config.discovery, config.master) as discovery:
         await process.unless_stopping(meet(discovery))
         process.progress("importing torch", 0.0)
@@ -88,7 +88,7 @@ DECODE = command("decode", WorkerConfig, lambda c: run(Role.DECODE, c, serve), "
 
 @dataclass(frozen=True, kw_only=True)
 class AnyWorkerConfig(WorkerConfig):
-    """The options of ``tanghulu worker``."""
+    """Options of ``tanghulu worker``."""
 
     role: str = option("both", "phases to run", choices=("both", "prefill", "decode"))
 

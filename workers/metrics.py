@@ -1,4 +1,4 @@
-"""The worker's metric names, and nothing else: what each means stands in its help text."""
+"""The worker's metric names, and nothing else: each help text gives the meaning."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class WorkerMetrics:
         token_bytes.labels(shape.dtype).set(shape.block_bytes / shape.block_tokens)
 
     def report(self, reports: Sequence[StepReport]) -> None:
-        """Count what the steps since the last call have done."""
+        """Count the steps since the last call."""
         computed = preempted = generated = drafted = accepted = 0
         for report in reports:
             result = report.result

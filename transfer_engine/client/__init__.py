@@ -1,1 +1,1 @@
-"""Transfers as a client makes them: requests, the state of a transfer batch, links to a peer."""
+"""The client side of transfers: requests, the state of a transfer batch, links to a peer."""

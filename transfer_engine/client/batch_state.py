@@ -1,18 +1,18 @@
-"""The state of one transfer batch, from slices to results: pure decisions. Events and times go in, posts come out.
+"""State of one transfer batch, from slices to results: pure decisions. Events and times go in, posts come out.
 
 ``handle`` performs a loop over one BatchState:
 
     posts = batch.advance(now)         give each slice to its path's link
-    arrived / corrupt / refused / lost   told from the links' completions
-    for check in batch.take_checks()   compute its checksum, tell it by checked(); further posts may follow
-    paths = batch.stalled(now)         cut these; what was on them is tried elsewhere
-    paths = batch.give_up(now, error)  deadline or cancel: cut these, nothing may land any more
+    arrived / corrupt / refused / lost   reported by the links' completions
+    for check in batch.take_checks()   compute its checksum, report it to checked(); more posts may follow
+    paths = batch.stalled(now)         cut these; their slices are retried elsewhere
+    paths = batch.give_up(now, error)  deadline or cancel: cut these; nothing may land afterwards
 
-A slice that its path lost is tried on another, at most ``retries_max`` times more; one that the peer refused by a typed
-error is not tried again. What arrived with a wrong checksum, a slice or a whole request, is moved once more, over other
-paths while there are some. When all of a request's bytes have arrived and are right, its notice is posted, as a slice
-of its own. When one slice of a request has failed for good, its waiting slices are cancelled; its posted
-ones are waited for, so that a request is never reported while bytes of it are moving.
+A slice lost by its path is retried on another, at most ``retries_max`` more times; a slice that the peer refused with a
+typed error is not retried. Anything that arrived with a wrong checksum, a slice or a whole request, is moved once more,
+over other paths if any are left. When all of a request's bytes have arrived and are correct, its notice is posted as a
+slice of its own. When one slice of a request has failed for good, its waiting slices are cancelled and its posted ones
+awaited, so that a request is never reported while its bytes are still moving.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdmittedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The bounds of one batch; ``limits`` by transport."""
+    """Limits of one batch; ``limits`` by transport."""
 
     limits: Mapping[str, TransportLimits]
     retries_max: int
@@ -72,7 +72,7 @@ class Check(NamedTuple):
 class _Request:
     given: AdmittedRequest | None
     slices: list[Slice]
-    #: Slices that have not ended, and a check that is due.
+    #: Slices that have not ended, and a checksum check that is due.
     num_open: int
     error: TanghuluError | None = None
     checking: bool = False
@@ -81,7 +81,7 @@ class _Request:
 
 
 class BatchState:
-    """One batch in flight; a request that is an error has failed before it began."""
+    """One batch in flight; a request given as an error has failed before it began."""
 
     def __init__(self, requests: Sequence[AdmittedRequest | TanghuluError], limits: BatchLimits) -> None:
         self._limits = limits
@@ -97,7 +97,7 @@ class BatchState:
     # --- instructions
 
     def advance(self, now_s: float) -> list[Post]:
-        """Fill the windows. Every returned post must be performed, or reported lost."""
+        """Fill the windows. Every returned post must be performed or reported lost."""
         posts: list[Post] = []
         for table, waiting in self._waiting.items():
             while waiting:
@@ -112,7 +112,7 @@ class BatchState:
         return posts
 
     def arrived(self, slice_id: int, now_s: float) -> None:
-        """Take note that all bytes of the slice are where they belong."""
+        """Record that all bytes of the slice are in place."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
         if piece.notice is None:
@@ -125,7 +125,7 @@ class BatchState:
         self._go_on(piece.request_index)
 
     def corrupt(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
-        """Take note that the slice arrived with other bytes than were sent."""
+        """Record that the slice arrived with bytes other than those sent."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
         load.table.corrupted(load.path)
@@ -139,7 +139,7 @@ class BatchState:
             self._waiting[load.table].appendleft(piece)
 
     def take_checks(self) -> list[Check]:
-        """Requests whose checksum is due; ``checked`` must be called for each."""
+        """Return the requests whose checksum is due; ``checked`` must be called for each."""
         due, self._checks = self._checks, []
         checks: list[Check] = []
         for index in due:
@@ -149,7 +149,7 @@ class BatchState:
         return checks
 
     def checked(self, index: int, digest: int, now_s: float) -> None:
-        """The request's bytes have this checksum; does nothing for a request that was given up meanwhile."""
+        """Record the checksum of the request's bytes; does nothing for a request given up meanwhile."""
         request = self._requests[index]
         given = request.given
         assert given is not None
@@ -173,7 +173,7 @@ class BatchState:
             request.num_open += 1
 
     def refused(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
-        """The peer answered with a typed error: the path works, the request does not."""
+        """Record that the peer answered with a typed error: the path works, the request does not."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
         load.table.succeeded(load.path)
@@ -181,7 +181,7 @@ class BatchState:
         self._fail(piece, error, now_s)
 
     def lost(self, path: Path, error: TanghuluError, now_s: float) -> None:
-        """The path broke; everything in flight on it is tried again elsewhere, if it may."""
+        """Record that the path broke; retry everything in flight on it elsewhere, where allowed."""
         load = self._loads[path]
         if not load.slices:
             return
@@ -200,7 +200,7 @@ class BatchState:
                 self._waiting[load.table].appendleft(piece)
 
     def stalled(self, now_s: float) -> list[Path]:
-        """Paths with slices in flight and none finished for the slice deadline; they are lost now, cut them."""
+        """Return paths with slices in flight and none finished in the slice deadline; they are lost, so cut them."""
         limit_s = self._limits.slice_deadline_s
         paths = [path for path, load in self._loads.items() if load.slices and now_s >= load.progress_s + limit_s]
         for path in paths:
@@ -208,12 +208,12 @@ class BatchState:
         return paths
 
     def next_stall_s(self) -> float | None:
-        """When ``stalled`` has something to say if nothing arrives until then; None: never."""
+        """Return the time at which ``stalled`` must be called if nothing arrives first, or None."""
         busy = [load.progress_s for load in self._loads.values() if load.slices]
         return min(busy) + self._limits.slice_deadline_s if busy else None
 
     def give_up(self, error: TanghuluError, now_s: float) -> list[Path]:
-        """End everything that is unfinished with ``error``; returns the paths that must be cut."""
+        """End everything unfinished with ``error``; return the paths that must be cut."""
         paths = [path for path, load in self._loads.items() if load.slices]
         for request in self._requests:
             if request.num_open and request.error is None:
@@ -238,16 +238,16 @@ class BatchState:
 
     @property
     def finished(self) -> bool:
-        """Whether every slice has reached an end."""
+        """Whether every slice has ended."""
         return self._num_posted == 0 and self._num_waiting == 0 and self._num_checking == 0
 
     def errors(self) -> list[TanghuluError | None]:
-        """The error of each request, None where all its bytes have arrived; of a finished batch only."""
+        """Return each request's error, None where all its bytes have arrived; for a finished batch only."""
         assert self.finished, "slices are still on their way"
         return [request.error for request in self._requests]
 
     def request_state(self, index: int) -> tuple[bool, TanghuluError | None]:
-        """(whether all its slices have ended, its error so far)."""
+        """Return (whether all its slices have ended, its error so far)."""
         request = self._requests[index]
         return request.num_open == 0, request.error
 
@@ -258,7 +258,7 @@ class BatchState:
         return sum(piece.length for piece in done if piece.notice is None)
 
     def story(self, index: int) -> list[str]:
-        """What happened to the request's slices, in order of time."""
+        """Return the history of the request's slices, in order of time."""
         steps = [
             (at_s, piece.slice_id, order, f"{event.value} {path.label if path else ''} {note}".strip())
             for piece in self._requests[index].slices
@@ -267,7 +267,7 @@ class BatchState:
         return [f"{at_s:.6f} slice {slice_id} {text}" for at_s, slice_id, _, text in sorted(steps)]
 
     def check(self) -> None:
-        """Assert the invariants: every slice is counted where its state says."""
+        """Assert the invariants: every slice is counted under its own state."""
         posted = [piece for piece in self._slices.values() if piece.state is SliceState.POSTED]
         waiting = [piece for piece in self._slices.values() if piece.state is SliceState.WAITING]
         assert len(posted) == self._num_posted == sum(len(load.slices) for load in self._loads.values())
@@ -332,7 +332,7 @@ class BatchState:
             self._num_waiting += 1
 
     def _again(self, piece: Slice, now_s: float, why: str) -> None:
-        """Count the slice as waiting, away from the path that brought wrong bytes."""
+        """Count the slice as waiting, to be moved by another path than the one that brought wrong bytes."""
         piece.step(SliceEvent.CORRUPT, now_s, why)
         piece.num_corrupt += 1
         if piece.path is not None:
@@ -371,7 +371,7 @@ class BatchState:
         self._requests[piece.request_index].num_open -= 1
 
     def _fail(self, piece: Slice, error: TanghuluError, now_s: float, *, closed: bool = False) -> None:
-        """The request of ``piece`` has failed: cancel what it has waiting."""
+        """Fail the request of ``piece``: cancel its waiting slices."""
         if not closed:
             self._close(piece)
         request = self._requests[piece.request_index]

@@ -1,7 +1,7 @@
-"""The fast path of the smallest batches: one copy through the mapping, or one slice on one stream.
+"""Fast path of the smallest batches: one copy through the mapping, or one slice on one stream.
 
 It uses the same buffers, paths and links as every batch, but no BatchState and no handle: with one slice and one
-attempt there is nothing to decide but the path. What does not go well at once is left to them, and tried again.
+attempt the only decision is the path. Anything that does not succeed at once is left to them and retried.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
 from tanghulu.transfer_engine.transports.tcp.stream import FAST_SLICE_ID
 from tanghulu.transfer_engine.transports.tcp.transport import TcpLink
 
-#: Of a slice that was moved by an exchange: nothing else was under way on its link.
+#: Event of a slice moved by an exchange: nothing else was under way on its link.
 _STRAIGHT = Arrived(FAST_SLICE_ID)
 
 
 def copy_fast(
     requests: Sequence[TransferRequest], max_bytes: int, resources: EngineResources, helper: CopyHelper
 ) -> bool:
-    """Copy a batch that needs nothing but mapped memory; False when it needs more, or an owner is gone.
+    """Copy a batch that needs only mapped memory; return False when it needs more or an owner is gone.
 
-    Raises InvalidRequest, before anything was copied, as ``submit`` does.
+    Raises InvalidRequest before copying anything, as ``submit`` does.
     """
     if len(requests) == 1:
         return _copy_one(requests[0], max_bytes, resources, helper)
@@ -64,7 +64,7 @@ def copy_fast(
 def _copied(
     requests: Sequence[TransferRequest], buffers: Sequence[Buffer], mapped: Sequence[ShmPeer], helper: CopyHelper
 ) -> bool:
-    """Return whether all was copied while the segments' owners lived; if not, what was shown to digests is void."""
+    """Return whether all was copied while the segments' owners lived; if not, the digests' input is void."""
     try:
         for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
             _copy(request, buffer, shm, helper)
@@ -91,7 +91,7 @@ def _copy(request: TransferRequest, buffer: Buffer, shm: ShmPeer, helper: CopyHe
 
 
 def _copy_one(request: TransferRequest, max_bytes: int, resources: EngineResources, helper: CopyHelper) -> bool:
-    """``copy_fast`` for one request. A copy of 64 KiB takes 10 us, and what comes with it must not take as long."""
+    """Do ``copy_fast`` for one request. A copy of 64 KiB takes 10 us, and the overhead must stay below that."""
     target = request.target
     shm = target.shm
     if shm is None or not request.plain:
@@ -119,10 +119,10 @@ def _copy_one(request: TransferRequest, max_bytes: int, resources: EngineResourc
 def send_fast(
     request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, resources: EngineResources
 ) -> bool:
-    """Move one slice over one stream, once, in this thread; False if that did not work within ``patience_s``.
+    """Move one slice over one stream, once, in this thread; return False if that failed within ``patience_s``.
 
-    On False nothing of it will land any more, and the path's health knows. Raises InvalidRequest, DeadlineExceeded, and
-    what the peer refuses with. ``now_s`` is the time of the call.
+    After False, none of its bytes will land any more and the path's health has been updated. Raises InvalidRequest,
+    DeadlineExceeded, and the peer's refusal. ``now_s`` is the time of the call.
     """
     buffer = admit_buffer(request)
     target, length, at = request.target, request.length, request.source_offset
@@ -137,7 +137,7 @@ def send_fast(
     memory, timeout_s = buffer.memory[at : at + length], min(deadline_s, patience_s)
     try:
         link = pool.borrow(None)
-        # Half the time, because two calls of the kernel may wait so long.
+        # Half the time, because two system calls may each wait that long.
         if type(link) is TcpLink and link.exchange(
             path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2
         ):
@@ -161,7 +161,7 @@ def send_fast(
 def _go_on(
     link: Link, path: Path, request: TransferRequest, buffer: Buffer, until_s: float, clock: Clock
 ) -> Completion | None:
-    """What becomes of a slice that did not arrive at once; None when the time is up."""
+    """Handle a slice that did not arrive at once; return None when the time is up."""
     piece = Slice(
         FAST_SLICE_ID, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length,
         request.lease_id,
@@ -188,7 +188,7 @@ def _let_go(link: Link | None, pool: LinkPool, path: Path, ended: Completion | N
 def _failed(
     ended: Completion | None, paths: PathTable, path: Path, until_s: float, clock: Clock, lock: threading.Lock
 ) -> bool:
-    """Tell the path's health; False: leave it to a handle. Raises what the peer refused with, or DeadlineExceeded."""
+    """Update the path's health; False leaves it to a handle. Raises the peer's refusal, or DeadlineExceeded."""
     with lock:
         if isinstance(ended, Refused):
             paths.succeeded(path)

@@ -1,10 +1,10 @@
-"""TransferHandle drives one BatchState: it performs the instructions, and turns completions into events.
+"""TransferHandle drives one BatchState: it performs its instructions and turns completions into events.
 
-The thread that waits drives: it posts, polls and applies, so a blocking caller never hops threads. One thread at a time
-has the turn. Links are borrowed by this batch alone, from the first post to the end; a batch to several peers borrows
-them in one order everywhere, so that two batches cannot each hold what the other waits for.
+The waiting thread drives: it posts, polls and applies, so a blocking caller never hops threads. One thread at a time
+has the turn. Links are borrowed for this batch alone, from the first post to the end; a batch to several peers borrows
+them in one global order, so that two batches cannot each hold what the other waits for.
 
-When the batch ends by deadline or cancel, the connections with slices on them are closed, in this thread, before
+When the batch ends by deadline or cancellation, the connections carrying its slices are closed, in this thread, before
 ``wait`` returns: nothing lands in the caller's buffers afterwards.
 """
 
@@ -34,13 +34,13 @@ from tanghulu.transfer_engine.core.slices import SliceState
 from tanghulu.transfer_engine.core.transport import Arrived, Completion, Corrupt, Link, Lost
 from tanghulu.transfer_engine.core.wire import digest_of
 
-#: A deadline beyond this is shortened to it: every wait ends.
+#: Longest deadline; longer ones are shortened to it, so that every wait ends.
 LONGEST_WAIT_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineResources:
-    """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only."""
+    """State shared by all handles of an engine. ``lock`` guards the health of paths, and is held for decisions only."""
 
     clock: Clock
     lock: threading.Lock
@@ -65,8 +65,8 @@ class TransferHandle:
     def wait(self, deadline_s: float) -> BatchResult:
         """Drive the batch to its end, at most ``deadline_s`` seconds from now.
 
-        Requests that are not complete by then have DeadlineExceeded. Returns the same result when called again. Raises
-        InvalidRequest if ``deadline_s`` is no number.
+        Requests incomplete by then have DeadlineExceeded. Returns the same result when called again. Raises
+        InvalidRequest if ``deadline_s`` is not a number.
         """
         admit_deadline(deadline_s)
         deadline_s = min(deadline_s, LONGEST_WAIT_S)
@@ -90,9 +90,9 @@ class TransferHandle:
             raise
 
     def cancel(self) -> None:
-        """End the batch soon, from any thread; requests that are not complete have TransferCancelled.
+        """End the batch soon, from any thread; incomplete requests have TransferCancelled.
 
-        Returns at once when another thread is waiting (which then returns); otherwise the batch has ended on return.
+        Returns at once if another thread is waiting (which then returns); otherwise the batch has ended on return.
         """
         self._stop = self._stop or TransferCancelled("the batch was cancelled by its caller")
         if self._turn.acquire(blocking=False):
@@ -104,7 +104,7 @@ class TransferHandle:
             self._wake()
 
     def status(self) -> list[TransferState]:
-        """Where each request stands now. Moves what can be moved without waiting, unless another thread drives."""
+        """Return the state of each request. Moves what it can without waiting, unless another thread drives."""
         if not self._batch.finished and self._turn.acquire(blocking=False):
             try:
                 self._advance_now()
@@ -119,11 +119,11 @@ class TransferHandle:
 
     @property
     def done_bytes(self) -> int:
-        """Bytes of slices that have arrived, those of unfinished requests included."""
+        """Bytes of slices that have arrived, including those of unfinished requests."""
         return self._batch.done_bytes
 
     def story(self, index: int) -> list[str]:
-        """What happened to the slices of one request, for people who debug."""
+        """Return the history of one request's slices, for debugging."""
         return self._batch.story(index)
 
     def check(self) -> None:
@@ -139,10 +139,10 @@ class TransferHandle:
     def __repr__(self) -> str:
         return f"TransferHandle({len(self._requests)} requests{', done' if self.done else ''})"
 
-    # --- what the engine does
+    # --- for the engine
 
     def start(self) -> None:
-        """Post what can be posted without waiting; copies over shm wait for the one who waits."""
+        """Post what can be posted without waiting; copies over shm are left to the waiting thread."""
         if all(table.paths[0].transport == "shm" for table in self._targets):
             return
         with self._turn:
@@ -152,7 +152,7 @@ class TransferHandle:
 
     def _wait_until(self, until_s: float, deadline_s: float) -> BatchResult:
         clock = self._resources.clock
-        if not self._turn.acquire(timeout=max(0.0, until_s - clock.now_s())):  # another thread drives, for longer
+        if not self._turn.acquire(timeout=max(0.0, until_s - clock.now_s())):  # another thread keeps driving
             self._stop = self._stop or _expired(deadline_s)
             self._wake()
             self._turn.acquire()
@@ -212,7 +212,7 @@ class TransferHandle:
             with self._resources.lock:
                 self._batch.lost(post.path, error, self._resources.clock.now_s())
             return
-        if post.piece.state is SliceState.POSTED:  # not lost together with an earlier post of this step
+        if post.piece.state is SliceState.POSTED:  # not lost with an earlier post of this step
             link.post(post.piece, post.path)
 
     def _apply(self, completion: Completion, now_s: float) -> None:
@@ -240,7 +240,7 @@ class TransferHandle:
         return [each for link in links for each in link.poll(0.0)]
 
     def _finish(self, error: TanghuluError) -> None:
-        """End what is unfinished with ``error``, close what it was on, and give the links back."""
+        """End everything unfinished with ``error``, close its connections, and return the links."""
         if not self._batch.finished:
             for path in self._batch.give_up(error, self._resources.clock.now_s()):
                 self._cut(path)
@@ -249,7 +249,7 @@ class TransferHandle:
     # --- links
 
     def _borrow_all(self, until_s: float | None) -> bool:
-        """Hold a link of every target's first transport; all or, on False, none that is new."""
+        """Hold a link of every target's first transport: all of them or, on False, no new one."""
         fresh: list[tuple[PathTable, str]] = []
         for table in self._targets if len(self._targets) == 1 else sorted(self._targets, key=id):
             key = (table, table.paths[0].transport)
@@ -259,7 +259,7 @@ class TransferHandle:
             try:
                 link = self._targets[table].borrow(key[1], until_s)
             except NodeUnavailable:
-                continue  # closed just now: its slices are lost when they are posted
+                continue  # just closed: its slices are lost when they are posted
             if link is None:
                 for each in fresh:
                     self._targets[each[0]].give_back(each[1], self._links.pop(each))

@@ -1,4 +1,4 @@
-"""Links to one peer that wait for the next batch. Owns how many there are; knows nothing of batches."""
+"""Idle links to one peer, waiting for the next batch. Owns their number; independent of batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tanghulu.transfer_engine.core.transport import Link
 
 
 class LinkPool:
-    """At most ``max_links`` links, lent to one borrower each; safe to use from several threads.
+    """At most ``max_links`` links, each lent to one borrower; thread-safe.
 
-    The link that came back last is lent first, so that few stay warm when few are needed. To take an idle one and to
-    give it back are single operations of a list, which take no lock.
+    The link returned last is lent first, so that few stay warm when few are needed. Taking an idle one and giving it
+    back are single list operations, without a lock.
     """
 
     def __init__(self, connect: Callable[[], Link], max_links: int, clock: Clock) -> None:
@@ -30,7 +30,7 @@ class LinkPool:
         self._changed = threading.Condition(self._lock)
 
     def borrow(self, until_s: float | None) -> Link | None:
-        """A link, or None when all are lent until ``until_s`` (clock seconds; None: do not wait).
+        """Return a link, or None when all are lent until ``until_s`` (clock seconds; None does not wait).
 
         Raises NodeUnavailable if the pool is closed.
         """
@@ -40,7 +40,7 @@ class LinkPool:
             return self._borrow_slowly(until_s)
 
     def give_back(self, link: Link, *, idle: bool = False) -> None:
-        """Return a borrowed link; one with something still under way, or of a closed pool, is closed.
+        """Return a borrowed link; it is closed if something is still under way on it or the pool is closed.
 
         ``idle``: the caller knows that nothing is under way.
         """
@@ -56,16 +56,16 @@ class LinkPool:
             link.close()
 
     def put(self, link: Link) -> None:
-        """Add a link that was made elsewhere (the one that greeted the peer)."""
+        """Add a link made elsewhere (the one that greeted the peer)."""
         with self._lock:
             self._num_links += 1
         self.give_back(link)
 
     def close(self) -> None:
-        """Close the idle links now and the lent ones when they come back."""
+        """Close the idle links now and the lent ones when they are returned."""
         with self._lock:
             self._closed = True
-            self._connect = None  # lets go of what the links share
+            self._connect = None  # drops the state shared by the links
             self._changed.notify_all()
         self._close_idle()
 
@@ -82,14 +82,14 @@ class LinkPool:
 
     def _borrow_slowly(self, until_s: float | None) -> Link | None:
         with self._lock:
-            self._num_waiting += 1  # before the next look at the idle ones: who gives one back after that tells us
+            self._num_waiting += 1  # before the next look at the idle ones: whoever returns one after that wakes us
             try:
                 while True:
                     connect = self._connect
                     if connect is None:
                         raise NodeUnavailable("the segment was closed in this process; open it again")
                     if self._idle:
-                        with contextlib.suppress(IndexError):  # somebody took it without the lock
+                        with contextlib.suppress(IndexError):  # another thread took it without the lock
                             return self._idle.pop()
                     if self._num_links < self._max_links:
                         self._num_links += 1
@@ -102,12 +102,12 @@ class LinkPool:
                 self._num_waiting -= 1
         try:
             return connect()
-        except BaseException:  # an interrupt, too: there is no link to count; it is raised on
+        except BaseException:  # including an interrupt: there is no link to count; re-raised
             self._forget()
             raise
 
     def _forget(self) -> None:
-        """Count one link less: another may be made."""
+        """Count one link less, so that another may be made."""
         with self._lock:
             self._num_links -= 1
             self._changed.notify()

@@ -1,6 +1,7 @@
-"""A segment of another process as this process reaches it: its paths, its links, its mapping.
+"""A remote segment as this process reaches it: its paths, its links, its mapping.
 
-Owns what is opened per peer. ``core.paths`` decides which path a slice takes, the engine who may use a RemoteSegment.
+Owns everything opened per peer. ``core.paths`` decides which path a slice takes, the engine who may use a
+RemoteSegment.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ _RANKS_EACH = 2
 
 
 class RemoteSegment:
-    """An open segment; made by ``TransferEngine.open_segment``. Safe to use from several threads.
+    """An open segment, made by ``TransferEngine.open_segment``. Thread-safe.
 
-    ``transport`` names the one that is preferred (and, if pinned, the only one), the first of ``peers``.
+    ``transport`` names the preferred one (if pinned, the only one), the first of ``peers``.
     """
 
     def __init__(self, context: ConnectContext, peers: Mapping[str, TransportPeer], clock: Clock) -> None:
-        """``peers`` are the same segment by transport, and this object's until ``close``."""
+        """``peers`` are the same segment by transport; this object owns them until ``close``."""
         assert peers, "a segment is reached over at least one transport"
         config = context.config
         self.descriptor = context.descriptor
         self.session_id = context.session.session_id
         self.size_bytes = self.descriptor.size_bytes
         self.transport = next(iter(peers))
-        #: Mapped memory, where that is one of the ways: the fast path copies without a link.
+        #: Mapped memory, if the segment can be reached that way: the fast path copies without a link.
         self.shm = next((each for each in peers.values() if isinstance(each, ShmPeer)), None)
         self._peers = dict(peers)
         if NOTICE_TRANSPORT not in peers:
@@ -54,39 +55,39 @@ class RemoteSegment:
         return self.descriptor.name
 
     def map(self) -> memoryview | None:
-        """The segment's memory itself when the transport is shm, else None; for views without a copy.
+        """Return the segment's memory itself when the transport is shm, else None; for views without a copy.
 
-        Read-only, of format ``B``, valid until ``close()``; slices of it keep the pages mapped longer. Look only at
-        ranges on which a lease with ``shm`` is held, and verify checksums: the owner may be gone.
+        Read-only, of format ``B``, valid until ``close()``; its slices keep the pages mapped longer. Read only ranges
+        on which a lease with ``shm`` is held, and verify checksums: the owner may be gone.
         """
         shm = self.shm
         return shm.view if shm is not None else None
 
     def map_writable(self) -> memoryview | None:
-        """The segment's bytes, mapped a second time for writing; None where this process may only read them."""
+        """Return the segment's bytes, mapped a second time for writing; None where this process may only read."""
         shm = self.shm
         return shm.writable_view if shm is not None else None
 
     def map_published(self) -> memoryview | None:
-        """What the owner publishes beside the segment, where that is mapped; read-only."""
+        """Return the area that the owner publishes beside the segment, where it is mapped; read-only."""
         shm = self.shm
         return shm.published if shm is not None else None
 
     def touch(self, offset: int, length: int) -> None:
-        """The caller is about to write to that range of ``map_writable()``: cheaper than a fault for each page."""
+        """Prepare that range of ``map_writable()`` for a write by the caller: cheaper than a fault for each page."""
         if self.shm is not None:
             self.shm.touch(offset, length)
 
     @property
     def alive(self) -> bool:
-        """Whether the segment is open and, under shm, its owner still keeps the connection; over tcp, open."""
+        """Whether the segment is open and, under shm, its owner still keeps the connection; over tcp, just open."""
         shm = self.shm
         return not self.closed and (shm is None or shm.alive)
 
     def greet(self, timeout_s: float, clock: Clock) -> None:
         """Make sure that an endpoint of the preferred transport serves this segment.
 
-        Raises NodeUnavailable or its refusal.
+        Raises NodeUnavailable or the endpoint's refusal.
         """
         errors: list[TanghuluError] = []
         for path in self.paths.paths:
@@ -104,7 +105,7 @@ class RemoteSegment:
         raise errors[0] if errors else NodeUnavailable(f"segment {self.name!r} has no {self.transport} endpoint")
 
     def borrow(self, transport: str, until_s: float | None) -> Link | None:
-        """A link of ``transport`` for one batch, or None if all are lent until ``until_s``."""
+        """Return a link of ``transport`` for one batch, or None if all are lent until ``until_s``."""
         return self._pools[transport].borrow(until_s)
 
     def give_back(self, transport: str, link: Link) -> None:
@@ -112,7 +113,7 @@ class RemoteSegment:
         self._pools[transport].give_back(link)
 
     def close(self) -> None:
-        """Let go of the peer, for everybody who opened this segment. Batches in flight fail or end by themselves."""
+        """Release the peer, for everybody who opened this segment. Batches in flight fail or end by themselves."""
         if self.closed:
             return
         self.closed = True
@@ -124,11 +125,11 @@ class RemoteSegment:
         self.shm = None
 
     def path_stats(self) -> list[tuple[Path, PathState, PathStats]]:
-        """Every path with what is believed about it and what happened on it, as it is now."""
+        """Return every path with its presumed state and its statistics, as of now."""
         return [(path, self.paths.state(path), self.paths.stats(path)) for path in self.paths.paths]
 
     def check(self) -> None:
-        """Assert the invariants of what it owns."""
+        """Assert the invariants of everything it owns."""
         self.paths.check()
         for pool in self._pools.values():
             pool.check()
@@ -139,7 +140,7 @@ class RemoteSegment:
 
 
 def _all_paths(context: ConnectContext, transports: Mapping[str, TransportPeer]) -> list[Path]:
-    """Every path of every transport, ranked by their order; those for notices alone behind all others."""
+    """Return every path of every transport, ranked by their order; those for notices alone come last."""
     paths: list[Path] = []
     if NOTICE_TRANSPORT not in transports:
         last = _RANKS_EACH * len(transports)

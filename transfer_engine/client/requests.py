@@ -1,4 +1,4 @@
-"""Transfer requests, batches and results as callers see them. Turns bad input away.
+"""Transfer requests, batches and results as callers see them. Rejects bad input.
 
 Owns no progress; nothing here blocks or touches a socket.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 
 
-#: Of leases, sessions and generations, which travel as such.
+#: Bounds of leases, sessions and generations, which travel as such.
 _ID_BITS = 64
 
 
@@ -37,18 +37,18 @@ class TransferCancelled(TransferFailed):
 
 @dataclass(slots=True)
 class TransferRequest:
-    """Move ``length`` bytes between ``source`` and ``target``; not to be changed once it is submitted.
+    """Move ``length`` bytes between ``source`` and ``target``; not to be changed once submitted.
 
     ``source`` is the local side in both directions: a registered Buffer, or any C-contiguous buffer (numpy, bytes for
     WRITE, bytearray, memoryview). ``lease_id`` is the owner's reservation or pin (0 where the owner keeps no leases).
 
-    ``verify``: both ends compute the xxh3_64 of each slice after it has landed. ``checksum``: the xxh3_64 that all the
-    bytes of a READ must have, compared after the last has landed. Either way what does not match is moved once more,
-    over other paths while there are some, and fails with ChecksumMismatch if it does not match again.
-    ``notify``: a message of 1 to 4,096 bytes for the owner's program, delivered once, after all bytes have landed
-    (and, of a READ, have arrived here); the request is complete when the owner has taken it.
-    ``digest`` is shown all bytes, in order, if they are copied through mapped memory by ``transfer``, which has them in
-    the cache then; else it is shown nothing, or told to forget it.
+    ``verify``: both ends compute the xxh3_64 of each slice after it has landed. ``checksum``: the required xxh3_64 of
+    all bytes of a READ, compared after the last has landed. In either case, mismatching bytes are moved once more, over
+    other paths if any are left, and fail with ChecksumMismatch on a second mismatch. ``notify``: a message of 1 to
+    4,096 bytes for the owner's program, delivered once, after all bytes have landed (and, for a READ, have arrived
+    here); the request is complete when the owner has taken it. ``digest`` is shown all bytes, in order, if ``transfer``
+    copies them through mapped memory, which leaves them in the cache; otherwise it is shown nothing, or ordered to
+    forget them.
     """
 
     opcode: Opcode
@@ -65,7 +65,7 @@ class TransferRequest:
 
     @property
     def plain(self) -> bool:
-        """Whether it moves bytes and nothing else."""
+        """Whether it only moves bytes."""
         return not self.verify and self.checksum is None and self.notify is None
 
 
@@ -77,7 +77,7 @@ class TransferBatch:
 
 
 class TransferState(Enum):
-    """Where one request of a batch stands."""
+    """State of one request of a batch."""
 
     OPEN = "open"
     COMPLETE = "complete"
@@ -86,10 +86,10 @@ class TransferState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """How a batch ended: by request, None (all its bytes arrived) or the typed error.
+    """Outcome of a batch: by request, None (all its bytes arrived) or the typed error.
 
-    Where a request failed, what its READ's destination or WRITE's range holds is undefined.
-    ``num_bytes`` counts the complete requests.
+    Where a request failed, the content of its READ's destination or WRITE's range is undefined. ``num_bytes`` counts
+    the complete requests.
     """
 
     errors: tuple[TanghuluError | None, ...]
@@ -101,14 +101,14 @@ class BatchResult:
         return not any(self.errors)
 
     def raise_first(self) -> None:
-        """Raise the first request's error, if there is one."""
+        """Raise the first request's error, if any."""
         for error in self.errors:
             if error is not None:
                 raise error
 
 
 def admit_buffer(request: TransferRequest) -> Buffer:
-    """The request's local memory; raises InvalidRequest for ranges outside of either side, or a buffer that is gone."""
+    """Return the request's local memory; raises InvalidRequest for a range out of bounds or a lost buffer."""
     if type(request.opcode) is not Opcode:
         raise InvalidRequest(f"opcode {request.opcode!r} is neither Opcode.READ nor Opcode.WRITE")
     source = request.source
@@ -134,7 +134,7 @@ def admit_buffer(request: TransferRequest) -> Buffer:
 
 
 def _take_numbers(request: TransferRequest) -> tuple[int, int, int, int]:
-    """Make numpy's numbers, and others', Python's own; raises InvalidRequest for what is no integer."""
+    """Turn numbers of numpy and others into Python's own; raises InvalidRequest for non-integers."""
     for name in ("length", "source_offset", "target_offset", "lease_id"):
         given = getattr(request, name)
         try:
@@ -145,7 +145,7 @@ def _take_numbers(request: TransferRequest) -> tuple[int, int, int, int]:
 
 
 def admit_deadline(deadline_s: float) -> None:
-    """Raise InvalidRequest if it is no number; a deadline that has passed is answered by DeadlineExceeded later."""
+    """Raise InvalidRequest if it is not a number; a deadline already past is answered by DeadlineExceeded later."""
     if deadline_s != deadline_s:
         raise InvalidRequest(f"a deadline of {deadline_s} s is no time")
 
@@ -177,7 +177,7 @@ def _refuse_extras(request: TransferRequest) -> None:
 
 
 def admit(request: TransferRequest, buffer: Buffer) -> AdmittedRequest | TanghuluError:
-    """The request as BatchState wants it, or why it fails already: a closed target, no path that does what it asks."""
+    """Return the request as BatchState takes it, or why it already fails: target closed, or no path capable of it."""
     target = request.target
     if target.closed:
         return NodeUnavailable(f"{target!r} was closed in this process; open it again")

@@ -1,1 +1,1 @@
-"""The words and pure decisions that client, owner and transports of the transfer engine share."""
+"""Vocabulary and pure decisions shared by client, owner and transports of the transfer engine."""

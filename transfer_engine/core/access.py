@@ -1,28 +1,28 @@
-"""Who may touch which range of a segment until when: pure decisions, no I/O.
+"""Access rights to ranges of a segment, and their lifetimes: pure decisions, no I/O.
 
 The rule: time alone never frees a range that a peer may still read or write.
 
-* A peer that gets copies (TCP) reaches the range only through this process. ``begin()`` refuses it after its lease has
-  ended, so the range is free as soon as the lease has ended and no begun transfer is open on it; the server closes
+* A peer served by copies (TCP) reaches the range only through this process. ``begin()`` refuses it after its lease has
+  ended, so the range is free once the lease has ended and no transfer begun under it is open; the server closes
   connections that stall in the middle, which ends their transfer. A lease does not end by time while bytes flow under
-  it: an open transfer, or one that has just been moved whole, renews it. The hard end of that is the time that its
-  bytes take at the least rate, which is also what the server cuts connections by.
-* A peer that maps the memory (shm) cannot be refused anything. When its lease ends by time, or its session is lost,
-  the range is quarantined until the peer releases it after all or its pidfd shows that the process has exited. So that
-  stuck clients cannot eat the segment, the bytes that one and that all together could bring into quarantine (mapped
-  leases) are capped; beyond a cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
+  it: an open transfer, or one that has just completed, renews it. Its hard end is the time that its bytes take at the
+  least rate, at which the server also cuts connections.
+* A peer that maps the memory (shm) cannot be refused anything. When its lease ends by time, or its session is lost, the
+  range is quarantined until the peer releases it after all or its pidfd shows that the process has exited. So that
+  stuck clients cannot use up the segment, the bytes that one client and all together could bring into quarantine
+  (mapped leases) are capped; beyond a cap ``grant(shm=True)`` raises Overloaded and the caller serves that client by
+  copies.
 
 * A peer with queue pairs (rdma) reaches every range by itself, but can be stopped: its queue pairs belong to this
-  process. While ``begin_one_sided`` says that a session has some, a lease that it loses stays open until
-  ``end_one_sided`` says that they are gone; ``on_revoke`` is called with the session's number, once, when they must be
-  closed.
+  process. From ``begin_one_sided`` on, a lease lost by the session stays open until ``end_one_sided`` reports its queue
+  pairs gone; ``on_revoke`` is called with the session's number, once, when they must be closed.
 
 Example: session 7 maps the memory, cap 100 bytes. It pins 60 bytes: granted. It pins 60 more: Overloaded (120 > 100),
 so the caller grants them with ``shm=False`` and the client reads over TCP. Its connection breaks: the 60 mapped bytes
 are quarantined, the others free at once. Its process exits: the 60 bytes are free.
 
-Every call that changes something returns the ranges that became free by it. Not thread-safe: one event loop owns a
-table. See ``leases`` for the states.
+Every mutating call returns the ranges that it freed. Not thread-safe: one event loop owns a table. See ``leases`` for
+the states.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from tanghulu.types import LeaseId
 
 __all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
 
-#: More leases than this at once means that somebody leaks them.
+#: Most leases at once; more means that they leak.
 MAX_LEASES = 1 << 20
-#: Leases that one call ends because of their time or their session, some 10 ms; ``expire`` goes on with the others.
+#: Leases ended by one call because of their time or their session, some 10 ms; ``expire`` ends the rest.
 MAX_ENDED = 4096
-#: Numbers that are drawn at a time: a call of the kernel for each would double the time of a grant.
+#: Random numbers drawn at a time: a system call for each would double the time of a grant.
 _DRAWN = struct.Struct("<256Q")
 
 
@@ -62,19 +62,19 @@ class _Session:
     exited: bool = False
     mapped_bytes: int = 0
     num_one_sided: int = 0
-    #: Leases that were lost while queue pairs reached them; each counts one open transfer.
+    #: Leases lost while queue pairs reached them; each counts as one open transfer.
     revoked: list[LeaseId] = field(default_factory=list)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
-    #: Of these, what has yet to end because the session has.
+    #: Those that have yet to end because the session has.
     unended: list[Lease] = field(default_factory=list)
 
 
 class AccessTable:
     """The leases on one segment, by session.
 
-    ``lease_ms`` is how long a lease lasts unless ``grant`` says otherwise;
-    ``max_quarantined_bytes_per_session`` caps what one client can bring into quarantine, ``max_quarantined_bytes`` what
-    all of them together can (None: no more than each). ``random_bytes`` gives sessions' secrets and the ids of leases.
+    ``lease_ms`` is the duration of a lease unless ``grant`` states another; ``max_quarantined_bytes_per_session`` caps
+    what one client can bring into quarantine, ``max_quarantined_bytes`` what all of them together can (None: the cap of
+    one). ``random_bytes`` yields sessions' secrets and the ids of leases.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AccessTable:
         self.lease_ms = lease_ms
         self.max_quarantined_bytes_per_session = max_quarantined_bytes_per_session
         self.max_quarantined_bytes = max_quarantined_bytes
-        #: Told which session's queue pairs must be closed; must not call back into the table at once.
+        #: Called with the session whose queue pairs must be closed; must not call back into the table at once.
         self.on_revoke: Callable[[int], None] | None = None
         self._clock = clock
         self._max_leases = max_leases
@@ -101,19 +101,19 @@ class AccessTable:
         self._sessions: dict[int, _Session] = {}
         self._leases: dict[LeaseId, Lease] = {}
         self._mapped_bytes = 0
-        self._ending: dict[int, _Session] = {}  # closed sessions with leases that have yet to end
+        self._ending: dict[int, _Session] = {}  # closed sessions with leases yet to end
         self._expiries: list[tuple[float, LeaseId]] = []  # at least one entry, never late, per ACTIVE lease
 
     # --- sessions
 
     def open_session(self, session_id: int, pid: int | None, *, may_write: bool = False) -> SessionKey:
-        """Admit a peer; returns what its data connections show to ``authenticate``.
+        """Admit a peer; return the secret that its data connections show to ``authenticate``.
 
-        ``pid`` is its process on this host as the kernel says (SO_PEERCRED), None for a remote peer.
+        ``pid`` is its process on this host as reported by the kernel (SO_PEERCRED), None for a remote peer.
 
-        Only a session with a pid can hold leases with ``shm=True``. Unless it ``may_write`` it can map the segment for
-        reading only. Raises InvalidRequest if the number is in use
-        (also by a lost session whose ranges are still in quarantine).
+        Only a session with a pid can hold leases with ``shm=True``. Unless it ``may_write``, it can map the segment for
+        reading only. Raises InvalidRequest if the number is in use (also by a lost session whose ranges are still in
+        quarantine).
         """
         if session_id in self._sessions:
             raise InvalidRequest(f"session {session_id} is open already; give every session a number of its own")
@@ -122,21 +122,21 @@ class AccessTable:
         return SessionKey(session_id, secret)
 
     def authenticate(self, shown: SessionKey) -> None:
-        """Raise Unauthorized unless the session is open and its secret is the one shown."""
+        """Raise Unauthorized unless the session is open and the secret shown is its own."""
         session = self._sessions.get(shown.session_id)
         secret = bytes(SECRET_BYTES) if session is None else session.secret
         if not hmac.compare_digest(secret, shown.secret) or session is None or session.closed:
             raise Unauthorized(f"session {shown.session_id} is not open, or not with this secret; say hello first")
 
     def close_session(self, session_id: int) -> list[Freed]:
-        """The peer's connection is gone: its leases end, those that it maps go into quarantine. Unknown: nothing."""
+        """End the leases of a peer whose connection is gone, quarantining those that it maps. Ignores unknown ones."""
         session = self._sessions.get(session_id)
         if session is None:
             return []
         return self._begin_ending(session)
 
     def session_exited(self, session_id: int) -> list[Freed]:
-        """The peer's process has ended (its pidfd says so): nothing of it can touch mapped memory any more."""
+        """Record that the peer's process has exited (by its pidfd): it cannot touch mapped memory any more."""
         session = self._sessions.get(session_id)
         if session is None:
             return []
@@ -144,7 +144,7 @@ class AccessTable:
         return self._begin_ending(session)
 
     def has_session(self, session_id: int) -> bool:
-        """Return whether the session is open, or lost with ranges that are not free yet."""
+        """Return whether the session is open, or lost with ranges not yet free."""
         return session_id in self._sessions
 
     def is_open(self, session_id: int) -> bool:
@@ -153,21 +153,21 @@ class AccessTable:
         return session is not None and not session.closed
 
     def session_pid(self, session_id: int) -> int | None:
-        """The pid given to ``open_session``; None for a remote peer. Raises InvalidRequest if not open."""
+        """Return the pid given to ``open_session``; None for a remote peer. Raises InvalidRequest if not open."""
         return self._open_session(session_id).pid
 
     def may_write(self, session_id: int) -> bool:
         """Return whether the session may map the segment for writing. Raises InvalidRequest if not open."""
         return self._open_session(session_id).may_write
 
-    # --- queue pairs, which reach every range without asking
+    # --- queue pairs, which reach every range without a request
 
     def begin_one_sided(self, session_id: int) -> None:
-        """A queue pair of the session works from now on. Raises InvalidRequest if the session is not open."""
+        """Record that a queue pair of the session works from now on. Raises InvalidRequest if the session is closed."""
         self._open_session(session_id).num_one_sided += 1
 
     def end_one_sided(self, session_id: int) -> list[Freed]:
-        """Take note that one of the session's queue pairs is gone; with the last, the ranges it kept are free."""
+        """Record that one of the session's queue pairs is gone; the last one frees the ranges that it kept."""
         session = self._sessions.get(session_id)
         assert session is not None, f"session {session_id} is unknown"
         assert session.num_one_sided > 0, f"session {session_id} has no queue pair"
@@ -191,11 +191,11 @@ class AccessTable:
         *,
         shm: bool = False,
     ) -> LeaseId:
-        """Let the session READ or WRITE ``[offset, offset + length)``; ``shm``: through its own mapping.
+        """Let the session READ or WRITE ``[offset, offset + length)``; with ``shm``, through its own mapping.
 
-        A WRITE range overlaps no other lease: allocating is the caller's business, ``check`` asserts it. Raises
-        Overloaded if there are too many leases or the mapped bytes would pass a cap (then grant without ``shm`` and
-        serve copies); InvalidRequest for a session that is not open or, with ``shm``, has no pid.
+        A WRITE range overlaps no other lease: the caller allocates, ``check`` asserts it. Raises Overloaded if there
+        are too many leases or the mapped bytes would exceed a cap (then grant without ``shm`` and serve copies);
+        InvalidRequest for a session that is not open or, with ``shm``, has no pid.
         """
         assert offset >= 0, "a range starts inside the segment"
         assert length > 0, "a range has at least one byte"
@@ -211,16 +211,16 @@ class AccessTable:
         return lease.lease_id
 
     def is_active(self, lease_id: LeaseId) -> bool:
-        """Return whether transfers may begin under the lease now; a commit of a reservation asks this."""
+        """Return whether transfers may begin under the lease now; checked when a reservation is committed."""
         lease = self._leases.get(lease_id)
         return lease is not None and _is_active(lease, self._clock.now_s())
 
     def lease(self, lease_id: LeaseId) -> Lease | None:
-        """The lease as it stands (do not change it), or None when it is free or was never given."""
+        """Return the lease in its present state (do not change it), or None when it is free or was never granted."""
         return self._leases.get(lease_id)
 
     def release(self, lease_id: LeaseId) -> list[Freed]:
-        """The holder gives the range back. A lease that is over already frees nothing: numbers are never reused."""
+        """Give the range back for its holder. A lease already ended frees nothing: numbers are never reused."""
         lease = self._leases.get(lease_id)
         freed: list[Freed] = []
         if lease is not None:
@@ -228,9 +228,9 @@ class AccessTable:
         return freed
 
     def expire(self, now_s: float) -> list[Freed]:
-        """End the leases whose time is up at ``now_s``, and under which no bytes flow, and those of ended sessions.
+        """End the leases expired at ``now_s`` with no bytes flowing under them, and those of ended sessions.
 
-        At most MAX_ENDED at a time; nothing begins under the others meanwhile.
+        At most MAX_ENDED at a time; no transfer begins under the others meanwhile.
         """
         freed, left = self._end_some(MAX_ENDED)
         due: list[Lease] = []
@@ -252,7 +252,7 @@ class AccessTable:
     def begin(self, session_id: int, lease_id: LeaseId, op: Opcode, offset: int, length: int) -> None:
         """Admit one transfer; call ``end`` when its last byte was moved or its connection is closed.
 
-        Raises LeaseExpired if the lease has ended or was never given to this session; InvalidRequest if it does not
+        Raises LeaseExpired if the lease has ended or was never granted to this session; InvalidRequest if it does not
         allow ``op`` or does not cover the range.
         """
         lease = self._leases.get(lease_id)
@@ -271,7 +271,7 @@ class AccessTable:
         lease.num_open += 1
 
     def end(self, lease_id: LeaseId, *, moved: bool = False) -> list[Freed]:
-        """A begun transfer cannot touch the range any more. ``moved``: it was moved whole, which renews the lease."""
+        """Record that a begun transfer cannot touch the range any more. ``moved``: it completed, renewing the lease."""
         lease = self._leases[lease_id]
         if moved and lease.state is LeaseState.ACTIVE:
             self._renew(lease, self._clock.now_s())
@@ -285,23 +285,23 @@ class AccessTable:
     # --- questions
 
     def busy(self, offset: int, length: int) -> bool:
-        """Return whether a lease that is not free yet overlaps ``[offset, offset + length)``; looks at all of them."""
+        """Return whether a lease not yet free overlaps ``[offset, offset + length)``; looks at all of them."""
         return any(
             each.offset < offset + length and offset < each.offset + each.length for each in self._leases.values()
         )
 
     @property
     def num_leases(self) -> int:
-        """Leases that are not free yet."""
+        """Number of leases not yet free."""
         return len(self._leases)
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes that nobody may reuse because a vanished peer may still map them; overlapping leases count each."""
+        """Bytes not reusable because a vanished peer may still map them; overlapping leases count each."""
         return sum(each.length for each in self._leases.values() if each.state is LeaseState.QUARANTINED)
 
     def check(self) -> None:
-        """Assert the invariants: one index per question, and they agree; nobody writes what others may touch."""
+        """Assert the invariants: one index per question, all consistent; no writer in a range that others may touch."""
         assert {each for session in self._sessions.values() for each in session.leases} == set(self._leases)
         queued = {lease_id for _, lease_id in self._expiries}
         for lease in self._leases.values():
@@ -324,7 +324,7 @@ class AccessTable:
         assert self.max_quarantined_bytes is None or self._mapped_bytes <= self.max_quarantined_bytes
 
     def _check_writers(self) -> None:
-        end = written_end = 0  # of all ranges so far, and of those that are written
+        end = written_end = 0  # of all ranges so far, and of the written ones
         for lease in sorted(self._leases.values(), key=lambda each: each.offset):
             exclusive = lease.mode is Opcode.WRITE
             assert lease.offset >= (end if exclusive else written_end), f"{lease} is leased to somebody else"
@@ -367,7 +367,7 @@ class AccessTable:
         mapped_bytes = lease.length if lease.mapped else 0
         session.mapped_bytes += mapped_bytes
         self._mapped_bytes += mapped_bytes
-        if len(self._expiries) > 2 * len(self._leases) + 64:  # most of it are leases that were released early
+        if len(self._expiries) > 2 * len(self._leases) + 64:  # most of it are leases released early
             self._expiries = [
                 (each.expires_at_s, key) for key, each in self._leases.items() if each.state is LeaseState.ACTIVE
             ]
@@ -383,7 +383,7 @@ class AccessTable:
         return self._end_some(MAX_ENDED)[0]
 
     def _end_some(self, most: int) -> tuple[list[Freed], int]:
-        """End so many leases of ended sessions; what is free by it, and how many more it could have been."""
+        """End that number of leases of ended sessions; return what this freed, and how many more could have ended."""
         freed: list[Freed] = []
         for session_id, session in list(self._ending.items()):
             while session.unended and most:
@@ -396,12 +396,12 @@ class AccessTable:
         return freed, most
 
     def _end_with_session(self, session: _Session, lease: Lease, freed: list[Freed]) -> None:
-        if lease.lease_id not in self._leases:  # given back meanwhile
+        if lease.lease_id not in self._leases:  # returned meanwhile
             return
         if not session.exited:
             freed += self._lose([lease])
             return
-        if session.num_one_sided and not lease.mapped:  # what it had sent may still be on the wire to our queue pairs
+        if session.num_one_sided and not lease.mapped:  # data already sent may still be on the wire to our queue pairs
             freed += self._lose([lease])
         if lease.lease_id in self._leases:
             self._step(lease, LeaseEvent.GIVEN_BACK, freed)
@@ -414,7 +414,7 @@ class AccessTable:
         return freed
 
     def _revoke(self, lease: Lease) -> None:
-        """Keep the range of an active lease from being free while queue pairs reach it."""
+        """Keep the range of an active lease from being freed while queue pairs reach it."""
         session = self._sessions[lease.session_id]
         if session.num_one_sided == 0 or lease.mapped or lease.state is not LeaseState.ACTIVE:
             return
@@ -452,7 +452,7 @@ def _is_active(lease: Lease, now_s: float) -> bool:
 
 
 def unguessable_numbers(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> Iterator[int]:
-    """Numbers of 63 random bits, none of them 0: who has some of them knows nothing about the others."""
+    """Return numbers of 63 random bits, none of them 0: some of them reveal nothing about the others."""
     while True:
         for number in _DRAWN.unpack(random_bytes(_DRAWN.size)):
             if number >> 1:

@@ -1,8 +1,8 @@
-"""What a segment's owner decides about its peers' connections: pure, no socket and no loop.
+"""Decisions of a segment's owner about its peers' connections: pure, no socket and no loop.
 
-Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``owner.server``
-sweeps; the transports' listeners move the bytes and ask here; ``access`` decides what a peer may touch. The simulation
-drives this class as it stands.
+Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``owner.server`` sweeps;
+the transports' listeners move the bytes and consult it; ``access`` decides what a peer may touch. The simulation drives
+this very class.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tanghulu.types import LeaseId
 _MAX_FENCED_TOKENS = 1 << 16
 _MAX_KNOWN_NOTICES = 1 << 16
 _PIECE_BYTES = 1 << 20
-#: Connections that have not said HELLO yet; the oldest goes when another comes.
+#: Connections without a HELLO so far; the oldest is closed when another arrives.
 MAX_UNKNOWN = 256
-# Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
+# Members as module names: every slice reads them, and an Enum lookup takes ten times as long (Python 3.11).
 _READ, _WRITE, _READ_HEAD = Opcode.READ, Opcode.WRITE, Op.READ
 
 
 class Connection(Protocol):
-    """What is asked of a peer's connection, of whatever transport but shm."""
+    """Operations required of a peer's connection, on any transport but shm."""
 
     token: int
     sweep_mark: tuple[int, int] | None
@@ -44,16 +44,16 @@ class Connection(Protocol):
         ...
 
 
-#: Takes (session id, what the peer said); called once for each notice, after all bytes that it speaks of have landed.
+#: Takes (session id, the peer's message); called once for each notice, after all of its bytes have landed.
 OnNotice = Callable[[int, bytes], None]
 
 
 class PeerAdmission:
     """Admission of peers, and of their slices, to one segment of one generation.
 
-    ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
-    became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
-    While it is not, nobody new is let in. Without ``on_notice`` notices are refused.
+    ``soon`` runs a callback after the current event (the loop's ``call_soon``); ``on_freed`` receives the ranges freed
+    by the end of a transfer, ``on_emptied`` is called when the last connection has gone while it was not ``open``.
+    While it is not, no new connection is admitted. Without ``on_notice`` notices are refused.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PeerAdmission:
         self.num_mismatches = 0
         self.open = False
         self.connections: set[Connection] = set()
-        #: Those that have not said HELLO, the oldest first, and whether they were looked at before.
+        #: Connections without a HELLO, the oldest first, and whether they were checked before.
         self._unknown: OrderedDict[Connection, bool] = OrderedDict()
         self._segment = segment
         self._access = access
@@ -108,7 +108,7 @@ class PeerAdmission:
         return True
 
     def closed(self, connection: Connection) -> None:
-        """The connection is gone."""
+        """Forget a connection that is gone."""
         self.connections.discard(connection)
         self._unknown.pop(connection, None)
         self._by_token.pop(connection.token, None)
@@ -116,7 +116,7 @@ class PeerAdmission:
             self._on_emptied()
 
     def hello(self, connection: Connection, head: Head) -> None:
-        """Admit a connection under its token, if it knows the secret of its session."""
+        """Admit a connection under its token, if it has the secret of its session."""
         self._check_generation(head)
         if head.lease_id != self._name_hash:
             raise self._refused(NodeUnavailable(f"another segment is served here: {self._segment.name!r}"))
@@ -133,7 +133,7 @@ class PeerAdmission:
         self._unknown.pop(connection, None)
 
     def fence(self, head: Head) -> None:
-        """Cut the connection that its client gave up, also if its hello comes only later."""
+        """Cut the connection given up by its client, even if its hello arrives only later."""
         self._fenced[head.offset] = None
         self.num_fenced += 1
         while len(self._fenced) > _MAX_FENCED_TOKENS:
@@ -143,7 +143,7 @@ class PeerAdmission:
             connection.cut()
 
     def begin(self, head: Head) -> None:
-        """Admit a slice: right generation, inside the segment, covered by a lease, not too long to be verified."""
+        """Admit a slice: right generation, inside the segment, covered by a lease, short enough to be verified."""
         if head.generation != self._generation:
             self._check_generation(head)
         if head.offset + head.length > self._size_bytes:
@@ -162,7 +162,7 @@ class PeerAdmission:
                 raise self._refused(error) from None
 
     def end(self, head: Head, moved_bytes: int) -> None:
-        """A slice ended, wholly moved or not."""
+        """End a slice, completed or not."""
         if head.op is _READ_HEAD:
             self.bytes_read += moved_bytes
         else:
@@ -173,11 +173,11 @@ class PeerAdmission:
                 self._on_freed(freed)
 
     def digest(self, head: Head) -> int:
-        """The checksum of what the segment holds in the head's range."""
+        """Return the checksum of the segment's bytes in the head's range."""
         return digest_of(self.view[head.offset : head.offset + head.length])
 
     def compare(self, head: Head) -> None:
-        """Raise ChecksumMismatch if a verified WRITE's range does not hold what was sent."""
+        """Raise ChecksumMismatch if a verified WRITE's range does not hold the bytes sent."""
         found = self.digest(head)
         if found != head.digest:
             self.num_mismatches += 1
@@ -198,10 +198,10 @@ class PeerAdmission:
         self.num_notices += 1
         self._on_notice(head.session_id, data)
 
-    # --- what the server asks
+    # --- for the server
 
     def cut_stalled(self, least_bytes: int = 1) -> None:
-        """Cut connections that moved fewer than ``least_bytes`` since the last call, all of them of one slice."""
+        """Cut connections that moved fewer than ``least_bytes`` since the last call, all of one slice."""
         for connection in list(self.connections):
             progress, before = connection.progress, connection.sweep_mark
             moved_bytes = _moved_bytes(progress, before)
@@ -210,7 +210,7 @@ class PeerAdmission:
             connection.sweep_mark = progress
 
     def cut_unknown(self) -> None:
-        """Cut connections that have said no HELLO, and had not at the last call."""
+        """Cut connections that have sent no HELLO, and had not at the last call."""
         for connection, seen in list(self._unknown.items()):
             self._unknown[connection] = True
             if seen:
@@ -248,7 +248,7 @@ class PeerAdmission:
 
 
 def _moved_bytes(progress: tuple[int, int] | None, before: tuple[int, int] | None) -> int | None:
-    """How many bytes of the slice in work have moved since; None if another slice is in work, or none."""
+    """Return the bytes moved since then, of the same slice in work; None if there is another, or none."""
     if progress is None or before is None or progress[0] != before[0]:
         return None
     return abs(progress[1] - before[1])

@@ -14,16 +14,16 @@ import numpy as np
 from tanghulu.errors import InvalidRequest
 from tanghulu.transfer_engine.core.copying import Bytes
 
-#: In the format of a buffer (PEP 3118): references and pointers; and what only looks so, names and complex numbers.
+#: Characters of a buffer format (PEP 3118): references and pointers; and lookalikes, names and complex numbers.
 _POINTER, _NO_POINTERS = re.compile(r"[O&PzZX]"), re.compile(r":[^:]*:|Z[fdg]")
 
 
 class Buffer:
-    """One C-contiguous piece of the caller's memory, without copying it.
+    """One C-contiguous piece of the caller's memory, not copied.
 
-    Registering it once spares every transfer the look-up of its address (and, on transports with registered memory,
-    the registration). This object keeps the underlying one alive and, for a bytearray, unresizable. A torch tensor in
-    main memory is taken as it lies there; one on a GPU goes through ``gpu.staging``.
+    Registering it once spares every transfer the look-up of its address (and, on transports with registered memory, the
+    registration). This object keeps the underlying one alive and, for a bytearray, unresizable. A torch tensor in main
+    memory is used in place; one on a GPU goes through ``gpu.staging``.
     """
 
     __slots__ = ("address", "array", "memory", "read_only", "regions", "registered", "size_bytes")
@@ -36,15 +36,15 @@ class Buffer:
         self.address: int = self.array.__array_interface__["data"][0]
         self.read_only: bool = not self.array.flags.writeable
         self.registered = True
-        #: What transports with registered memory keep for it, by device; ends with this object.
+        #: State kept for it by transports with registered memory, by device; ends with this object.
         self.regions: dict[object, object] = {}
 
     def view(self, offset: int, length: int) -> memoryview:
-        """``[offset, offset + length)`` as memory of format ``B``."""
+        """Return ``[offset, offset + length)`` as memory of format ``B``."""
         return self.memory[offset : offset + length]
 
     def unregister(self) -> None:
-        """No further transfer may name this buffer. Those in flight go on, and hold the memory until they end."""
+        """Bar further transfers from this buffer. Those in flight continue, and hold the memory until they end."""
         self.registered = False
 
     def __repr__(self) -> str:
@@ -53,10 +53,10 @@ class Buffer:
 
 
 def bytes_of(source: Any) -> Bytes:
-    """The memory of a buffer, a numpy array or a torch tensor, as it lies there: flat, of uint8, without a copy.
+    """Return the memory of a buffer, a numpy array or a torch tensor in place: flat, of uint8, without a copy.
 
-    Raises InvalidRequest for memory that is empty, not C-contiguous, or on a device, and for what its bytes alone do
-    not say: references and pointers, masks, a tensor's pending conjugation.
+    Raises InvalidRequest for memory that is empty, not C-contiguous, or on a device, and for content not given by its
+    bytes alone: references and pointers, masks, a tensor's pending conjugation.
     """
     try:
         if hasattr(source, "data_ptr"):
@@ -90,7 +90,7 @@ def _of_buffer(source: Any) -> Bytes:
 
 
 def _of_tensor(source: Any) -> Bytes:
-    """The memory of a torch tensor, known by its methods: torch is not imported for it."""
+    """Return the memory of a torch tensor, recognised by its methods: torch is not imported for it."""
     if source.device.type != "cpu":
         raise TypeError(
             f"it lies on {source.device}; move it with .cpu(), or by gpu.staging.GpuStaging(engine).transfer"
@@ -106,5 +106,5 @@ def _of_tensor(source: Any) -> Bytes:
     if not source.data_ptr():
         raise ValueError("it has no memory")
     memory = (ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr())
-    memory.owner = source  # keeps the tensor while somebody has the array
+    memory.owner = source  # keeps the tensor while the array is in use
     return np.frombuffer(memory, dtype=np.uint8)

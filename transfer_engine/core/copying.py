@@ -1,14 +1,12 @@
 """Copies between local memory and a mapped segment. Owns the choice of the instruction, nothing else.
 
-memmove is the right one nearly always. A long one releases the GIL, so that several callers copy at once; a short one
-keeps it: it takes some microseconds, and to get the GIL back from other callers takes more (8 callers of 64 KiB were
-half as fast together as one alone). glibc uses
-``rep movsb`` for middle lengths, though, and
-that is several times slower on AMD's processors when the destination lies 1 to 31 bytes behind the source modulo the
-page size. It is no rare case: chunks start on page boundaries, and numpy arrays and bytearrays of some size at a page
-boundary plus 16. Measured (EPYC, glibc 2.36, destination 16 behind): 64 KiB 23 us instead of 4, 256 KiB 145 us instead
-of 12. A vector loop of numpy (``np.positive`` copies unsigned bytes, also without the GIL) does not care: 5 us and 16
-us.
+memmove is nearly always right. A long one releases the GIL, so that several callers copy at once; a short one keeps it:
+it takes some microseconds, and getting the GIL back from other callers takes longer (8 callers of 64 KiB were half as
+fast together as one alone). glibc uses ``rep movsb`` for middle lengths, though, and that is several times slower on
+AMD's processors when the destination lies 1 to 31 bytes behind the source modulo the page size. This is common: chunks
+start on page boundaries, and large numpy arrays and bytearrays at a page boundary plus 16. Measured (EPYC, glibc 2.36,
+destination 16 behind): 64 KiB 23 us instead of 4, 256 KiB 145 us instead of 12. A vector loop of numpy (``np.positive``
+copies unsigned bytes, also without the GIL) is unaffected: 5 us and 16 us.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _PAGE_BYTES = 4096
 _SLOW_DISTANCES = 32
 _SLOW_FROM_BYTES, _SLOW_TO_BYTES = 4 << 10, 512 << 10
-#: Up to here a copy keeps the GIL.
+#: Longest copy that keeps the GIL.
 _SHORT_BYTES = 128 << 10
 _memmove = ctypes.memmove
 _memmove_with_gil = ctypes.PyDLL(None).memmove
@@ -32,7 +30,7 @@ _memmove_with_gil.restype = None
 
 
 class Memory(Protocol):
-    """Bytes with their address, because asking numpy for it costs more than a small copy."""
+    """Bytes with their address, because requesting it from numpy costs more than a small copy."""
 
     array: Bytes
     address: int

@@ -1,4 +1,4 @@
-"""The life of one access right to a range of a segment: its states, events and the table between them.
+"""Life of one access right to a range of a segment: its states, events and the table between them.
 
     (state, event)            table                      worked example
     ACTIVE ---- GIVEN_BACK --> DRAINING -- DRAINED --> FREE   a reader unpins: nothing is open, free at once
@@ -7,7 +7,7 @@
     ACTIVE ---- LOST_MAPPED -> QUARANTINED -- GIVEN_BACK ...  a reader that maps the memory vanished from the wire:
                                                               kept until it unpins or its process has exited
 
-Knows nothing of clocks, sessions' caps or sockets: those decide in ``access`` which event happens.
+Independent of clocks, sessions' caps and sockets: ``access`` uses those to decide which event happens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tanghulu.types import LeaseId
 
 
 class LeaseState(Enum):
-    """Where a lease stands."""
+    """State of a lease."""
 
     #: The peer may begin transfers (TCP) or touch the mapped range (shm).
     ACTIVE = "active"
-    #: A peer that maps the memory lost its right but cannot be stopped: nobody may reuse the range.
+    #: A peer that maps the memory has lost its right but cannot be stopped: the range must not be reused.
     QUARANTINED = "quarantined"
-    #: No new transfer may begin; the begun ones have not ended yet.
+    #: No new transfer may begin; those begun have not ended yet.
     DRAINING = "draining"
     #: The peer cannot touch the range under this lease any more.
     FREE = "free"
 
 
 class LeaseEvent(Enum):
-    """What happens to a lease."""
+    """Event in the life of a lease."""
 
     #: The holder released it, or its process has exited.
     GIVEN_BACK = "given back"
@@ -60,7 +60,7 @@ TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """``[offset, offset + length)`` cannot be touched any more under ``lease_id``; other leases may still cover it."""
+    """``[offset, offset + length)`` is out of reach under ``lease_id``; other leases may still cover it."""
 
     lease_id: LeaseId
     offset: int
@@ -69,7 +69,7 @@ class Freed:
 
 @dataclass(slots=True)
 class Lease:
-    """One access right. ``mapped`` says that the peer maps the memory itself (shm)."""
+    """One access right. ``mapped``: the peer maps the memory itself (shm)."""
 
     lease_id: LeaseId
     session_id: int
@@ -78,18 +78,18 @@ class Lease:
     mode: Opcode
     mapped: bool
     expires_at_s: float
-    #: No renewal goes beyond it.
+    #: Limit of every renewal.
     last_end_s: float
     state: LeaseState = field(default=LeaseState.ACTIVE)
     num_open: int = 0
 
     def step(self, event: LeaseEvent) -> LeaseState:
-        """Apply ``event``; asserts that the table knows the pair."""
+        """Apply ``event``; asserts that the pair is in the table."""
         following = TRANSITIONS.get((self.state, event))
         assert following is not None, f"lease {self.lease_id} cannot take {event.value} in {self.state.value}"
         self.state = following
         return following
 
     def freed(self) -> Freed:
-        """What its owner is told when it is over."""
+        """Return the report to its owner when it has ended."""
         return Freed(self.lease_id, self.offset, self.length)

@@ -1,7 +1,7 @@
-"""The common part of links that consist of connections (tcp, rdma, ucx): one connection for each path.
+"""Common part of links that consist of connections (tcp, rdma, ucx): one connection for each path.
 
-Owns the connections' life and the poller that watches them; decides nothing. A connection that breaks is cut, and what
-was on it is told as one Lost by the next poll.
+Owns the connections' life and the poller that watches them; decides nothing. A broken connection is cut, and its slices
+are reported as one Lost by the next poll.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tanghulu.transfer_engine.core.transport import Completion, ConnectionBroken
 
 
 class WiredConnection(Protocol):
-    """What a link asks of its connections."""
+    """Operations required of a link's connections."""
 
     path: Path
 
     @property
     def greeted(self) -> bool:
-        """Whether the peer has let it in."""
+        """Whether the peer has admitted it."""
         ...
 
     @property
@@ -44,23 +44,23 @@ C = TypeVar("C", bound=WiredConnection)
 
 
 class WiredLink(ABC, Generic[C]):
-    """One batch's connections to one peer; a transport says how they are made, served and shut."""
+    """One batch's connections to one peer; a transport defines how they are made, served and shut."""
 
     def __init__(self, poller: Poller) -> None:
         self._connections: dict[Path, C] = {}
         self._by_fd: dict[int, C] = {}
         self._ended: list[Completion] = []
-        self._broken: set[Path] = set()  # paths whose loss the next poll tells
+        self._broken: set[Path] = set()  # paths whose loss the next poll reports
         self._poller = poller
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, select.EPOLLIN)
         self._closed = False
 
-    # --- what a transport gives
+    # --- provided by a transport
 
     @abstractmethod
     def _connect(self, path: Path) -> C:
-        """A new connection, which begins to connect, and ``_watch``es what it must. Raises TanghuluError."""
+        """Return a new connection, which begins to connect and ``_watch``es its descriptors. Raises TanghuluError."""
 
     @abstractmethod
     def _queue(self, connection: C, piece: Slice) -> None:
@@ -68,7 +68,7 @@ class WiredLink(ABC, Generic[C]):
 
     @abstractmethod
     def _serve(self, connection: C, fd: int, events: int) -> None:
-        """One of the connection's descriptors is ready; raises ConnectionBroken."""
+        """Serve a connection with a ready descriptor; raises ConnectionBroken."""
 
     @abstractmethod
     def _shut(self, connection: C) -> None:
@@ -77,7 +77,7 @@ class WiredLink(ABC, Generic[C]):
     # --- Link
 
     def post(self, piece: Slice, path: Path) -> None:
-        """Queue the slice on the path's connection, which is made if there is none; ``poll`` moves it.
+        """Queue the slice on the path's connection, made if there is none; ``poll`` moves it.
 
         A path that broke since the last poll takes nothing: the slice is lost with the others on it.
         """
@@ -105,13 +105,13 @@ class WiredLink(ABC, Generic[C]):
         """Whether another batch may use this link: nothing is under way on it."""
         if self._closed or self._ended:
             return False
-        for connection in self._connections.values():  # noqa: SIM110 - asked after every transfer; any() takes twice as long
+        for connection in self._connections.values():  # noqa: SIM110 - read after each transfer; any() is twice as slow
             if connection.busy:
                 return False
         return True
 
     def fileno(self) -> int:
-        """The poller's descriptor: readable when a connection's is."""
+        """Return the poller's descriptor: readable when a connection's is."""
         return self._poller.fileno()
 
     def wake(self) -> None:
@@ -130,7 +130,7 @@ class WiredLink(ABC, Generic[C]):
         os.close(self._wake_fd)
 
     def check(self) -> None:
-        """Assert the invariants: what is watched is a connection of a path, and a closed link has none."""
+        """Assert the invariants: only connections of a path are watched, and a closed link has none."""
         assert {id(each) for each in self._by_fd.values()} <= {id(each) for each in self._connections.values()}
         assert all(connection.path is path for path, connection in self._connections.items())
         assert not (self._closed and self._connections)
@@ -138,7 +138,7 @@ class WiredLink(ABC, Generic[C]):
     # --- for the engine
 
     def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
-        """Make the path's connection and wait until the peer has let it in.
+        """Make the path's connection and wait until the peer has admitted it.
 
         Raises NodeUnavailable if that takes longer, or the peer's refusal.
         """
@@ -170,7 +170,7 @@ class WiredLink(ABC, Generic[C]):
         self._poller.register(fd, events)
 
     def _serve_ready(self, timeout_s: float) -> bool:
-        """Serve what is ready, waiting ``timeout_s`` for something; whether ``wake`` was called."""
+        """Serve ready connections, waiting ``timeout_s`` for one; return whether ``wake`` was called."""
         woken = False
         for fd, events in self._poller.poll(timeout_s):
             ready = self._by_fd.get(fd)
@@ -197,6 +197,6 @@ class WiredLink(ABC, Generic[C]):
         connection = self._connections.get(path)
         had_slices = connection is None or connection.has_slices
         self.cut(path)
-        if had_slices:  # an idle connection that its peer closed is no event for anybody
+        if had_slices:  # the end of an idle connection by its peer is no event
             self._broken.add(path)
             self._ended.append(Lost(path, error))

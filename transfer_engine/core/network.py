@@ -1,4 +1,4 @@
-"""The machine's network as the tcp transport sees it: connections, and which are ready. The simulation has its own.
+"""The machine's network as the tcp transport sees it: connections and their readiness. The simulation has its own.
 
 Owns socket options and nothing else.
 """
@@ -21,9 +21,9 @@ from tanghulu.types import Address
 class StreamSocket(Protocol):
     """The part of a ``socket.socket`` in blocking mode that a stream uses, with its exceptions.
 
-    With MSG_DONTWAIT a call never waits: BlockingIOError when it would. Without it ``recv_into`` and ``recvmsg_into``
-    wait for the first byte, BlockingIOError after the time set by ``setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval)``;
-    ``recv_into`` with MSG_WAITALL waits until the buffer is full, or so long.
+    With MSG_DONTWAIT a call never waits: it raises BlockingIOError instead. Without it ``recv_into`` and
+    ``recvmsg_into`` wait for the first byte, and raise BlockingIOError after the time set by ``setsockopt(SOL_SOCKET,
+    SO_RCVTIMEO, timeval)``; ``recv_into`` with MSG_WAITALL waits until the buffer is full, or that time has passed.
     """
 
     def setblocking(self, flag: bool, /) -> None:
@@ -43,21 +43,21 @@ class StreamSocket(Protocol):
         ...
 
     def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
-        """Take bytes; 0 when the peer has hung up. ``num_bytes`` 0: as many as the buffer holds."""
+        """Receive bytes; 0 when the peer has closed. ``num_bytes`` 0 receives as many as the buffer holds."""
         ...
 
     def recvmsg_into(
         self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
     ) -> tuple[int, list[Any], int, Any]:
-        """Take bytes into the first buffer, then the next; how many is the first of the answer."""
+        """Receive bytes into the first buffer, then the next; their number is the first of the answer."""
         ...
 
     def fileno(self) -> int:
-        """The number by which a Poller knows it."""
+        """Return the number that identifies it to a Poller."""
         ...
 
     def close(self) -> None:
-        """Hang up; nothing is received afterwards."""
+        """Close the connection; nothing is received afterwards."""
         ...
 
 
@@ -73,19 +73,19 @@ class Poller(Protocol):
         ...
 
     def unregister(self, fd: int, /) -> None:
-        """Watch a descriptor no more."""
+        """Stop watching a descriptor."""
         ...
 
     def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
-        """(descriptor, events) that are ready, after at most ``timeout`` seconds."""
+        """Return the ready (descriptor, events), after at most ``timeout`` seconds."""
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable when something is ready."""
+        """Return a descriptor that is readable when something is ready."""
         ...
 
     def close(self) -> None:
-        """Let go."""
+        """Release the descriptor."""
         ...
 
 
@@ -93,14 +93,14 @@ class Network(Protocol):
     """Makes connections and pollers."""
 
     def connect(self, path: Path, address: Address) -> StreamSocket:
-        """A socket that has begun to connect without waiting for it, over the path's local device.
+        """Return a socket that has begun to connect, without waiting, over the path's local device.
 
         Raises NodeUnavailable if the address cannot even be tried.
         """
         ...
 
     def poller(self) -> Poller:
-        """A new Poller."""
+        """Return a new Poller."""
         ...
 
 
@@ -108,7 +108,7 @@ class KernelNetwork:
     """The machine's own network."""
 
     def connect(self, path: Path, address: Address) -> socket.socket:
-        """A TCP socket without Nagle's delay, bound to the path's local device if it names one."""
+        """Return a TCP socket without Nagle's delay, bound to the path's local device if it names one."""
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
             family, kind, protocol, _, target = found[0]
@@ -131,5 +131,5 @@ class KernelNetwork:
         return sock
 
     def poller(self) -> Poller:
-        """An epoll descriptor."""
+        """Return an epoll descriptor."""
         return select.epoll()

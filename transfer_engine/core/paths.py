@@ -1,11 +1,11 @@
-"""Paths to one peer and which of them to use: pure decisions.
+"""Paths to one peer and the choice among them: pure decisions.
 
 A path is (local device, remote endpoint, stream). Paths have ranks: lower is better (shm before tcp; later, devices
 near the buffer before the others), and a worse rank is used only when no path of a better one is usable, not when the
-better one is merely busy. Within a rank the path wins on which the slice would end first, by the rate measured on it;
-a full one is waited for if that is sooner still. Without rates that is the path with the fewest bytes in flight, then
-the first: so one small slice opens one stream, and a large batch fills all of them. Example: 400 and 100 MB/s, 4 MiB
-and nothing in flight, a slice of 1 MiB: (4 + 1) / 400 = 12 ms against 10 ms: the slow path gets it, and not the next.
+better one is merely busy. Within a rank the slice takes the path on which it would end first, by the measured rate; it
+waits for a full one if that is sooner still. Without rates, that is the path with the fewest bytes in flight, then the
+first: so one small slice opens one stream, and a large batch fills all of them. Example: 400 and 100 MB/s, 4 MiB and
+nothing in flight, a slice of 1 MiB: (4 + 1) / 400 = 12 ms against 10 ms: the slow path gets this one, but not the next.
 A path without a fresh rate counts as fast as the fastest, so that it is tried.
 
 A path that fails ``pause_after_errors`` times in a row is paused for ``pause_s``, then one batch may probe it; a failed
@@ -26,15 +26,15 @@ from tanghulu.transfer_engine.core.segment import Endpoint
 
 
 class Capability(Enum):
-    """What a path can carry, and a slice needs."""
+    """Capability of a path, required by a slice."""
 
-    #: Any path moves bytes, and has their checksum compared.
+    #: Moves bytes and compares their checksum; any path does.
     DATA = "data"
     #: A message to the owner's program.
     NOTICE = "notice"
 
 
-#: The transport that carries notices: rdma and ucx go past the owner's process, and a mapping has nobody to tell.
+#: The transport that carries notices: rdma and ucx bypass the owner's process, and a mapping has no receiver.
 NOTICE_TRANSPORT = "tcp"
 
 
@@ -42,7 +42,7 @@ NOTICE_TRANSPORT = "tcp"
 class Path:
     """One way to a peer; compared by identity, since a peer's paths are made once.
 
-    ``notices_only``: its transport was not asked for, but the owner can be told something over it.
+    ``notices_only``: its transport was not requested, but it can carry notices to the owner.
     """
 
     endpoint: Endpoint
@@ -58,33 +58,33 @@ class Path:
 
     @property
     def label(self) -> str:
-        """The path's name for people, such as ``tcp 10.0.0.1:7411 #0``."""
+        """Readable name of the path, such as ``tcp 10.0.0.1:7411 #0``."""
         device = f" via {self.local_device}" if self.local_device else ""
         return f"{self.endpoint.transport} {self.endpoint.address}{device} #{self.stream}"
 
 
 def endpoint_paths(endpoints: Sequence[Endpoint], rank: int) -> list[Path]:
-    """One path to each endpoint, whatever local device it takes; ranked by the owner's preference."""
+    """Return one path to each endpoint, over any local device; ranked by the owner's preference."""
     return [Path(each, "", 0, rank + each.distance) for each in endpoints]
 
 
 class PathState(Enum):
-    """What is believed about a path."""
+    """Presumed state of a path."""
 
-    #: Works, as far as anybody knows.
+    #: Works, as far as known.
     UP = "up"
-    #: Failed too often; left alone for a while.
+    #: Failed too often; unused for a while.
     PAUSED = "paused"
-    #: The pause is over and one slice was sent to see whether it works again.
+    #: The pause has ended and one slice was sent to see whether it works again.
     PROBING = "probing"
 
 
 class PathEvent(Enum):
-    """What happens on a path."""
+    """Event on a path."""
 
     SUCCESS = "success"
     ERROR = "error"
-    #: One error more than is borne.
+    #: One error more than tolerated.
     ERROR_LIMIT = "error limit"
     PROBE = "probe"
 
@@ -93,7 +93,7 @@ TRANSITIONS: dict[tuple[PathState, PathEvent], PathState] = {
     (PathState.UP, PathEvent.SUCCESS): PathState.UP,
     (PathState.UP, PathEvent.ERROR): PathState.UP,
     (PathState.UP, PathEvent.ERROR_LIMIT): PathState.PAUSED,
-    (PathState.PAUSED, PathEvent.SUCCESS): PathState.UP,  # a slice of another batch that was on it still
+    (PathState.PAUSED, PathEvent.SUCCESS): PathState.UP,  # a slice of another batch still on it
     (PathState.PAUSED, PathEvent.ERROR): PathState.PAUSED,
     (PathState.PAUSED, PathEvent.PROBE): PathState.PROBING,
     (PathState.PROBING, PathEvent.SUCCESS): PathState.UP,
@@ -104,16 +104,16 @@ TRANSITIONS: dict[tuple[PathState, PathEvent], PathState] = {
 
 @dataclass(frozen=True, slots=True)
 class PauseRule:
-    """When a path is paused and for how long."""
+    """Conditions and duration of a path's pause."""
 
     after_errors: int
     pause_s: float
     pause_max_s: float
 
 
-#: So long the path that was best for an idle moment is not asked for again.
+#: Time for which the best path of an idle moment is reused without a new choice.
 _BEST_MEMORY_S = 0.5
-#: A rate that was not measured again for so long is forgotten.
+#: Age at which an unrefreshed rate is forgotten.
 RATE_MEMORY_S = 10.0
 #: Share of the newest measurement in a path's rate.
 RATE_WEIGHT = 0.3
@@ -124,23 +124,23 @@ LATENCY_BOUNDS_S = (25e-6, 50e-6, 1e-4, 2e-4, 4e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.
 
 @dataclass(slots=True)
 class PathStats:
-    """What happened on a path since it was made."""
+    """Statistics of a path since it was made."""
 
     num_bytes: int = 0
     num_slices: int = 0
-    #: Slices that it lost and that were tried again, or given up.
+    #: Slices lost by it, whether retried or given up.
     num_lost: int = 0
     num_errors: int = 0
     num_pauses: int = 0
-    #: Slices whose checksum was wrong.
+    #: Slices with a wrong checksum.
     num_mismatches: int = 0
-    #: Under way now, of all batches.
+    #: Slices under way now, of all batches.
     in_flight_bytes: int = 0
     in_flight_slices: int = 0
     #: Slices by the time from post to arrival: up to LATENCY_BOUNDS_S[i], the last beyond all.
     latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     latency_sum_s: float = 0.0
-    #: Measured lately; 0.0: never.
+    #: Last measured rate; 0.0 before the first measurement.
     bytes_per_s: float = 0.0
 
 
@@ -168,7 +168,7 @@ class PathTable:
         self._rule = rule
         self._health = {path: _Health() for path in self.paths}
         self._carriers = {each: tuple(filter(lambda path: _carries(path, each), self.paths)) for each in Capability}
-        self._late: deque[tuple[Path, int, float]] = deque()  # slices to be counted by who holds the lock
+        self._late: deque[tuple[Path, int, float]] = deque()  # slices yet to be counted by the lock's holder
         self._best: Path | None = None  # with nothing in flight and no path in trouble
         self._best_until_s = 0.0
 
@@ -185,11 +185,11 @@ class PathTable:
         is_full: Callable[[Path], bool] = lambda path: False,
         needs: Capability = Capability.DATA,
     ) -> Path | None:
-        """The path for one slice of ``length`` bytes, or None when it shall wait for room.
+        """Return the path for one slice of ``length`` bytes, or None when it should wait for room.
 
-        ``avoid``: paths that lost this slice before; they are taken again only when there is no other.
-        ``in_flight_bytes(path)``: bytes on it now; ``is_full(path)``: whether its window is full. Only of paths that
-        have the capability that the slice ``needs``, of which there must be one (see ``carries``).
+        ``avoid``: paths that lost this slice before, reused only when there is no other. ``in_flight_bytes(path)``:
+        bytes on it now; ``is_full(path)``: whether its window is full. Considers only paths with the capability that
+        the slice ``needs``, of which there must be one (see ``carries``).
         """
         usable = self._usable_paths(avoid, now_s, self._carriers[needs])
         if usable:
@@ -203,7 +203,7 @@ class PathTable:
         return best
 
     def choose_idle(self, now_s: float, length: int) -> Path:
-        """The path for a slice that travels alone."""
+        """Return the path for a slice that travels alone."""
         best = self._best
         if best is not None and now_s < self._best_until_s:
             return best
@@ -214,7 +214,7 @@ class PathTable:
         return best
 
     def begin_alone(self, now_s: float, length: int) -> Path:
-        """``choose_idle`` and ``begun`` in one."""
+        """Do ``choose_idle`` and ``begun`` in one."""
         best = self._best
         if best is None or now_s >= self._best_until_s:
             best = self.choose_idle(now_s, length)
@@ -224,7 +224,7 @@ class PathTable:
         return best
 
     def end_alone(self, path: Path, length: int, took_s: float) -> None:
-        """``ended`` and ``succeeded`` in one."""
+        """Do ``ended`` and ``succeeded`` in one."""
         health = self._health[path]
         stats = health.stats
         stats.in_flight_bytes -= length
@@ -237,19 +237,19 @@ class PathTable:
             self._recovered(health)
 
     def begun(self, path: Path, num_bytes: int) -> None:
-        """A slice was posted on ``path``; ``ended`` comes once for it."""
+        """Count a slice posted on ``path``; ``ended`` follows once for it."""
         stats = self._health[path].stats
         stats.in_flight_bytes += num_bytes
         stats.in_flight_slices += 1
 
     def ended(self, path: Path, num_bytes: int) -> None:
-        """The slice is not under way any more, for whatever reason."""
+        """Count the slice as no longer under way, for any reason."""
         stats = self._health[path].stats
         stats.in_flight_bytes -= num_bytes
         stats.in_flight_slices -= 1
 
     def succeeded(self, path: Path, num_bytes: int = 0, took_s: float = 0.0) -> None:
-        """A slice of ``num_bytes`` arrived over ``path`` after ``took_s`` (0 bytes: it was answered without any)."""
+        """Count the arrival of a slice of ``num_bytes`` over ``path`` after ``took_s`` (0 bytes: a bare answer)."""
         health = self._health[path]
         if num_bytes:
             stats = health.stats
@@ -261,13 +261,13 @@ class PathTable:
             self._recovered(health)
 
     def succeeded_soon(self, path: Path, num_bytes: int, took_s: float, lock: threading.Lock) -> None:
-        """``succeeded`` for a caller that does not hold the ``lock`` of this table, and does not wait for it.
+        """Do ``succeeded`` for a caller that does not hold the ``lock`` of this table, and does not wait for it.
 
-        Who holds it counts for those who find it taken: a thread that is given a lock for which it slept waits for the
-        interpreter next, and all others for the lock meanwhile, one after the other, as long as they keep coming.
+        The lock's holder counts for threads that find it taken: a thread given a lock for which it slept waits for the
+        interpreter next, while all others wait for the lock, one after the other, as long as they keep coming.
         """
         self._late.append((path, num_bytes, took_s))
-        while self._late and lock.acquire(blocking=False):  # looked at again after the release: who came too late left
+        while self._late and lock.acquire(blocking=False):  # checked again after the release: for late arrivals
             try:
                 while self._late:
                     self.succeeded(*self._late.popleft())
@@ -275,12 +275,12 @@ class PathTable:
                 lock.release()
 
     def corrupted(self, path: Path) -> None:
-        """A slice arrived over ``path``, but not what was sent. The path answers, so it is not in trouble."""
+        """Count an arrival over ``path`` with wrong bytes. The path answers, so it is not in trouble."""
         self.succeeded(path)
         self._health[path].stats.num_mismatches += 1
 
     def measured(self, path: Path, bytes_per_s: float, now_s: float) -> None:
-        """Count a rate that was measured on ``path`` while it was busy."""
+        """Count a rate measured on ``path`` while it was busy."""
         health = self._health[path]
         known = health.stats.bytes_per_s
         fresh = known > 0 and now_s - health.measured_at_s < RATE_MEMORY_S
@@ -288,7 +288,7 @@ class PathTable:
         health.measured_at_s = now_s
 
     def failed(self, path: Path, now_s: float, num_slices: int = 1) -> None:
-        """``path`` lost what was on it."""
+        """Count the loss of everything on ``path``."""
         self._best = None
         health = self._health[path]
         health.num_errors += 1
@@ -303,11 +303,11 @@ class PathTable:
         health.usable_at_s = now_s + health.pause_s
 
     def state(self, path: Path) -> PathState:
-        """What is believed about ``path``."""
+        """Return the presumed state of ``path``."""
         return self._health[path].state
 
     def stats(self, path: Path) -> PathStats:
-        """What happened on ``path``, as it is now."""
+        """Return the statistics of ``path``, as of now."""
         stats = self._health[path].stats
         return replace(stats, latencies=list(stats.latencies))
 
@@ -327,7 +327,7 @@ class PathTable:
         return health.state is PathState.UP or now_s >= health.usable_at_s
 
     def _usable_paths(self, avoid: Collection[Path], now_s: float, paths: Sequence[Path]) -> list[Path]:
-        """The usable paths of the best rank that has any."""
+        """Return the usable paths of the best rank that has any."""
         found: list[Path] = []
         for path in paths:
             if found and path.rank != found[0].rank:
@@ -339,7 +339,7 @@ class PathTable:
     def _soonest(
         self, paths: Sequence[Path], now_s: float, in_flight_bytes: Callable[[Path], int], length: int
     ) -> Path:
-        """The first of the paths on which the slice would end soonest."""
+        """Return the first of the paths on which the slice would end soonest."""
         rates = [self._fresh_rate(path, now_s) for path in paths]
         fastest = max(rates) or 1.0
         best, best_s = paths[0], float("inf")
@@ -354,7 +354,7 @@ class PathTable:
         return health.stats.bytes_per_s if now_s - health.measured_at_s < RATE_MEMORY_S else 0.0
 
     def _least_bad(self, avoid: Collection[Path], paths: Sequence[Path]) -> Path:
-        """Where no untried path is usable: the untried one whose pause ends first, else the one of all."""
+        """Return the untried path whose pause ends first, else that of all; for when no untried path is usable."""
         candidates = [path for path in paths if path not in avoid] or paths
         return min(candidates, key=lambda path: self._health[path].usable_at_s)
 

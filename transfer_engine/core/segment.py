@@ -1,11 +1,11 @@
-"""Memory that a process offers to its peers, and the descriptor by which peers find it.
+"""Memory offered by a process to its peers, and the descriptor by which peers find it.
 
-Owns the shared mapping's life (create, seal, unmap) and the descriptor's meaning, which travels as it is. Knows nothing
-of sockets and leases.
+Owns the shared mapping's life (create, seal, unmap) and the meaning of the descriptor, which travels unchanged.
+Independent of sockets and leases.
 
-Who may write what: peers map a segment by a file descriptor that is open for reading only, so their pages can neither
-be mapped nor made writable; who may write gets a second one, and maps it when it first writes. What only the owner
-writes lies in an area of its own (``PublishedArea``), which the kernel lets nobody map or write any more.
+Write access: peers map a segment by a file descriptor open for reading only, so their pages can neither be mapped nor
+made writable; peers allowed to write get a second one, and map it when they first write. Data that only the owner
+writes lies in an area of its own (``PublishedArea``), which the kernel lets no other process map for writing or write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 
 #: A segment can neither shrink (a reader of its mapping would get SIGBUS) nor grow, and nobody can lift that.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-#: From Linux 5.1: nobody can write any more, or map it so, but through mappings that there are already.
+#: From Linux 5.1: no write, and no mapping for writing, except through mappings made before.
 F_SEAL_FUTURE_WRITE = 0x0010
 MAX_NAME_BYTES = 255
 _MAX_MEMFD_NAME_BYTES = 200
@@ -39,9 +39,9 @@ class Endpoint(FastMessage, frozen=True):
     """One way to reach a segment.
 
     ``transport`` is ``"shm"`` (``address``: path of the Unix socket that passes the descriptor), ``"tcp"``, or
-    ``"rdma"`` or ``"ucx"`` (``address``: ``host:port``, of these two where their control connections go). ``device``
-    names the remote device (NIC) behind it, empty if it does not matter; ``distance`` is 0 when that is one of the
-    owner's preferred devices for this segment, 1 when it comes after those.
+    ``"rdma"`` or ``"ucx"`` (``address``: ``host:port``, for these two of their control connections). ``device`` names
+    the remote device (NIC) behind it, empty if irrelevant; ``distance`` is 0 when that is one of the owner's preferred
+    devices for this segment, 1 when it comes after those.
     """
 
     transport: str
@@ -51,7 +51,7 @@ class Endpoint(FastMessage, frozen=True):
 
 
 class SegmentDescriptor(FastMessage, frozen=True):
-    """What a peer needs in order to open a segment; a value, valid while the process of ``generation`` lives.
+    """Everything a peer needs to open a segment; a value, valid while the process of ``generation`` lives.
 
     ``host_id`` is equal for processes that can share memory. A restarted process offers another ``generation``,
     and transfers that name the old one are refused.
@@ -64,12 +64,12 @@ class SegmentDescriptor(FastMessage, frozen=True):
     endpoints: tuple[Endpoint, ...]
 
     def endpoints_of(self, transport: str) -> tuple[Endpoint, ...]:
-        """The endpoints of one transport, in the owner's order of preference."""
+        """Return the endpoints of one transport, in the owner's order of preference."""
         return tuple(endpoint for endpoint in self.endpoints if endpoint.transport == transport)
 
 
 class SessionKey(NamedTuple):
-    """A session at a segment's owner, and the secret that proves at each new connection that it is the caller's."""
+    """A session at a segment's owner, and the secret by which the caller proves on each connection that it owns it."""
 
     session_id: U64
     secret: bytes
@@ -81,7 +81,7 @@ NO_SESSION: Final = SessionKey(0, bytes(SECRET_BYTES))
 
 
 class SegmentHello(HelloRequest, frozen=True):
-    """The HELLO of a caller that will read or write the server's segment. ``wants_shm``: by mapping it."""
+    """HELLO of a caller that will read or write the server's segment. ``wants_shm``: by mapping it."""
 
     client_id: str = ""
     host_id: str = ""
@@ -100,9 +100,9 @@ class SegmentWelcome(HelloReply, frozen=True):
 class MemorySegment:
     """A shared memory area of fixed size, owned by this process.
 
-    It has no name in any file system, so nothing is left behind however the process ends. ``view`` is writable,
-    of format ``B``, and valid until ``close()``. Peers map the same pages through ``descriptors``. ``published``: what
-    goes with the segment, and peers can only read.
+    It has no name in any file system, so nothing is left behind whatever ends the process. ``view`` is writable, of
+    format ``B``, and valid until ``close()``. Peers map the same pages through ``descriptors``. ``published``: data
+    beside the segment that peers can only read.
     """
 
     def __init__(self, name: str, fd: int, area: mmap.mmap, published: PublishedArea | None = None) -> None:
@@ -118,7 +118,7 @@ class MemorySegment:
 
     @classmethod
     def create(cls, name: str, size_bytes: int, *, prefault: bool = False, published_bytes: int = 0) -> MemorySegment:
-        """Make a zeroed area of ``size_bytes`` and seal its size; and a published one, if that has any bytes.
+        """Make a zeroed area of ``size_bytes`` and seal its size; and a published one, if it has any bytes.
 
         ``prefault`` touches every page now, so that the first transfers do not pay for page faults.
         Raises InvalidRequest for an empty, overlong or NUL-carrying name or a size below one byte; OSError if the
@@ -135,7 +135,7 @@ class MemorySegment:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             published = None if not published_bytes else PublishedArea(label, published_bytes, prefault=prefault)
             return cls(name, fd, area, published)
-        except BaseException:  # an interrupt, too: nobody else knows the descriptor; it is raised on
+        except BaseException:  # including an interrupt: the descriptor has no other owner; re-raised
             os.close(fd)
             area.close()
             raise
@@ -145,7 +145,7 @@ class MemorySegment:
         self._toucher.touch(offset, length)
 
     def descriptors(self, *, writable: bool) -> list[int]:
-        """What a peer maps: the segment for reading, the published area, the segment for writing if it may write."""
+        """Return a peer's descriptors: the segment for reading, the published area, and, if allowed, for writing."""
         fds = [self._reading_fd]
         if self.published is not None:
             fds.append(self.published.fd)
@@ -160,11 +160,11 @@ class MemorySegment:
 
     @property
     def address(self) -> int:
-        """The memory's address in this process."""
+        """Address of the memory in this process."""
         return int(np.frombuffer(self.view, np.uint8).__array_interface__["data"][0])
 
     def close(self) -> None:
-        """Close the descriptor and unmap. Views that the owner still holds keep the mapping alive until they go."""
+        """Close the descriptor and unmap. Views still held by the owner keep the mapping alive until dropped."""
         if self._closed:
             return
         self._closed = True
@@ -172,7 +172,7 @@ class MemorySegment:
         os.close(self.fd)
         self.fd = -1
         unmap(self.view, self._area)
-        del self.view, self._area, self._toucher  # or this object would keep what others let go later
+        del self.view, self._area, self._toucher  # or this object would keep what others release later
         if self.published is not None:
             self.published.close()
 
@@ -187,9 +187,9 @@ class MemorySegment:
 
 
 class PublishedArea:
-    """A zeroed shared area that its owner writes, by ``view``, and that nobody else can, from the beginning.
+    """A zeroed shared area that its owner writes, by ``view``, and that no other process ever can.
 
-    On kernels that lack the seal a peer is only given a descriptor for reading, and the log says so.
+    On kernels that lack the seal a peer only gets a descriptor for reading, and the log reports it.
     """
 
     def __init__(self, label: str, size_bytes: int, *, prefault: bool) -> None:
@@ -213,13 +213,13 @@ class PublishedArea:
 
 
 def _make_area(label: str, size_bytes: int, *, prefault: bool) -> tuple[int, mmap.mmap]:
-    """A descriptor that can be sealed, and its writable mapping."""
+    """Return a descriptor that can be sealed, and its writable mapping."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
         return fd, mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except BaseException:  # an interrupt, too: nobody else knows the descriptor; it is raised on
+    except BaseException:  # including an interrupt: the descriptor has no other owner; re-raised
         os.close(fd)
         raise
 
@@ -233,10 +233,10 @@ def _seal_published(fd: int) -> None:
 
 
 def _reading_fd(fd: int) -> int:
-    """The same file, open for reading only. Its mode keeps other processes from opening it for writing by way of /proc.
+    """Return the same file, open for reading only. Its mode keeps other processes from writing it through /proc.
 
     A process of the same user can change the mode again, as it can write to this one's memory (ptrace): this guards
-    against mistakes, and against peers of whom more than the right to read has been taken.
+    against mistakes, and against peers limited to the right to read.
     """
     try:
         os.fchmod(fd, _PRIVATE_MODE)
@@ -247,20 +247,20 @@ def _reading_fd(fd: int) -> int:
 
 
 def unmap(view: memoryview, area: mmap.mmap) -> None:
-    """Release ``view`` and unmap ``area``; somebody's slices of the view keep the pages until they are dropped."""
+    """Release ``view`` and unmap ``area``; slices of the view held elsewhere keep the pages until they are dropped."""
     try:
         view.release()
         area.close()
     except BufferError:
-        pass  # slices of it are still held: the last of them unmaps when it goes
+        pass  # slices of it are still held: the last of them unmaps when dropped
 
 
 def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Map a peer's segment, for reading unless it is ``writable``; the caller keeps ``fd`` and may close it at once.
+    """Map a peer's segment, for reading unless ``writable``; the caller keeps ``fd`` and may close it at once.
 
-    The mapping is not inherited by forked children: the owner watches this process alone (pidfd), and a child
-    that outlived it could touch ranges that were freed on its exit. Raises InvalidRequest if the area could
-    shrink under us or has not the promised size.
+    The mapping is not inherited by forked children: the owner watches this process alone (pidfd), and a child that
+    outlived it could touch ranges freed on its exit. Raises InvalidRequest if the area could shrink or does not have
+    the promised size.
     """
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise InvalidRequest("the peer's segment is not sealed against shrinking; refusing to map it")

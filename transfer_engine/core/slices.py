@@ -1,8 +1,8 @@
-"""Slices, the unit that the engine posts to one path: how they are cut, their states, what happened to each. Pure.
+"""Slices, the unit that the engine posts to one path: their cutting, states and history. Pure.
 
 A request of ``length`` bytes is cut into pieces of the transport's ``slice_bytes``; a last piece shorter than half of
-that is merged into the one before it, because a short slice costs a whole reply. Example with 1 MiB: 2.25 MiB -> 1 +
-1.25.
+that is merged into the one before it, because even a short slice costs a whole reply. Example with 1 MiB: 2.25 MiB -> 1
++ 1.25.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Opcode(IntEnum):
 
 
 class SliceState(Enum):
-    """Where a slice stands."""
+    """State of a slice."""
 
-    #: Not on any path: fresh, or to be tried again.
+    #: Not on any path: fresh, or to be retried.
     WAITING = "waiting"
     #: Given to a path; its bytes may be moving.
     POSTED = "posted"
@@ -41,12 +41,12 @@ class SliceState(Enum):
 
 
 class SliceEvent(Enum):
-    """What happens to a slice."""
+    """Event in the life of a slice."""
 
     POST = "post"
     ARRIVED = "arrived"
     LOST = "lost"
-    #: It arrived, but not what was sent: its checksum, or that of its whole request, says so.
+    #: It arrived with wrong bytes: by its checksum, or by that of its whole request.
     CORRUPT = "corrupt"
     REFUSED = "refused"
     EXHAUSTED = "exhausted"
@@ -67,7 +67,7 @@ TRANSITIONS: dict[tuple[SliceState, SliceEvent], SliceState] = {
 
 
 class Notice(NamedTuple):
-    """What the owner of the segment is told when a request's bytes have arrived; ``number`` is unique and not 0."""
+    """Message to the segment's owner when a request's bytes have arrived; ``number`` is unique and not 0."""
 
     number: int
     data: bytes
@@ -77,8 +77,8 @@ class Notice(NamedTuple):
 class Slice:
     """One piece of one request; offsets are absolute in the local buffer and in the remote segment.
 
-    ``verified``: both ends compare checksums of what has arrived. With a ``notice`` (a
-    WRITE in direction) it moves that and nothing else.
+    ``verified``: both ends compare checksums after arrival. With a ``notice`` (a WRITE in direction) it moves that and
+    nothing else.
     """
 
     slice_id: int
@@ -97,11 +97,11 @@ class Slice:
     posted_s: float = 0.0
     num_corrupt: int = 0
     lost_on: list[Path] = field(default_factory=list)
-    #: (seconds, event, the path that it happened on, what the peer or the path said), oldest first.
+    #: (seconds, event, the path on which it happened, message of the peer or the path), oldest first.
     events: list[tuple[float, SliceEvent, Path | None, str]] = field(default_factory=list)
 
     def step(self, event: SliceEvent, now_s: float, note: str = "") -> SliceState:
-        """Apply ``event``; asserts that the table knows the pair."""
+        """Apply ``event``; asserts that the pair is in the table."""
         following = TRANSITIONS.get((self.state, event))
         assert following is not None, f"slice {self.slice_id} cannot take {event.value} in {self.state.value}"
         self.events.append((now_s, event, self.path, note))
@@ -110,16 +110,16 @@ class Slice:
 
     @property
     def needs(self) -> Capability:
-        """What the slice asks of its path."""
+        """Capability that the slice requires of its path."""
         return Capability.DATA if self.notice is None else Capability.NOTICE
 
     def memory(self) -> memoryview:
-        """The local bytes: a READ's destination, a WRITE's source."""
+        """Return the local bytes: a READ's destination, a WRITE's source."""
         return self.buffer.view(self.local_offset, self.length)
 
 
 def cut(length: int, slice_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the pieces of ``length`` bytes, in order, the short tail merged."""
+    """Return (offset, length) of the pieces of ``length`` bytes, in order, the short tail merged."""
     num_pieces = max(1, (length + slice_bytes // 2) // slice_bytes)
     for index in range(num_pieces):
         start = index * slice_bytes

@@ -1,6 +1,6 @@
-"""Memory that is registered in advance, through which small buffers are copied: to register them would cost more.
+"""Memory registered in advance, through which small buffers are copied: registering them would cost more.
 
-Owns the memory and which of its slots are free; registering it is the transport's affair.
+Owns the memory and its free slots; the transport registers it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 
-#: Buffers up to this size are copied through a slot.
+#: Largest buffer that is copied through a slot.
 STAGED_BYTES = 64 << 10
 
 
@@ -24,11 +24,11 @@ class StagedSlots:
         self._free = list(range(num_slots))
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Return whether the slice needs no slot, or there is one."""
+        """Return whether the slice needs no slot, or one is free."""
         return piece.buffer.size_bytes > STAGED_BYTES or bool(self._free)
 
     def take(self, piece: Slice) -> int | None:
-        """A slot for the slice, a WRITE's bytes in it; None if its buffer is large. Ask ``has_room_for`` first."""
+        """Return a slot for the slice, holding a WRITE's bytes; None for a large buffer. See ``has_room_for`` first."""
         if piece.buffer.size_bytes > STAGED_BYTES:
             return None
         slot = self._free.pop()
@@ -37,17 +37,17 @@ class StagedSlots:
         return slot
 
     def put(self, slot: int, arrived: Slice | None = None) -> None:
-        """Take back a slot that nothing touches; a READ that has ``arrived`` there is copied to where it belongs."""
+        """Take back an untouched slot; a READ that has ``arrived`` there is copied to its destination."""
         if arrived is not None and arrived.opcode is Opcode.READ:
             ctypes.memmove(arrived.buffer.address + arrived.local_offset, self.address(slot), arrived.length)
         self._free.append(slot)
 
     def address(self, slot: int) -> int:
-        """The address at which the slot begins."""
+        """Return the address at which the slot begins."""
         return self.memory.address + slot * STAGED_BYTES
 
     def check(self) -> None:
-        """Assert the invariants: a slot is free once."""
+        """Assert the invariants: no slot is free twice."""
         assert len(set(self._free)) == len(self._free) <= self.num_slots
 
     @property

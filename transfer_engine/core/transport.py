@@ -1,13 +1,13 @@
-"""What a transport is to the engine, at both ends. Owns the protocols that a transport fulfils, and no decision.
+"""Interface of a transport to the engine, at both ends. Owns the protocols that a transport fulfils, and no decision.
 
 A transport is a folder of ``transports/`` whose module ``transport`` offers what ``Transport`` lists; the registry
-there names it. The client asks it for a *peer* (a remote segment as that transport reaches it), the owner for a
+there names it. The client gets from it a *peer* (a remote segment as that transport reaches it), the owner for a
 *listener*.
 
 A *link* is one set of connections to one peer, lent to one batch at a time (like a connection of an HTTP pool): so a
-batch that gives up closes its own connections and nobody else's, and no lock is held while bytes move. Several threads
-use a peer at once through several links. A link's own connections serve several paths (streams, devices). Links post
-and poll, and take no decision.
+batch that gives up closes only its own connections, and no lock is held while bytes move. Several threads use a peer at
+once through several links. A link's own connections serve several paths (streams, devices). Links post and poll, and
+take no decision.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.topology.devices import Topology
 
 T = TypeVar("T")
-#: Tokens that are kept; a connection that was given up longer ago has long been read to its end or reset.
+#: Tokens that are kept; a connection given up longer ago has long been read to its end or reset.
 MAX_TOKENS = 1024
 
 
 class Fences:
-    """The tokens of connections to one peer that were given up with a WRITE on them; safe to use from several threads.
+    """Tokens of connections to one peer that were given up with a WRITE on them; thread-safe.
 
-    Every stream to that peer, old or new, tells the ones it has not told yet before it sends its next slice; the peer
-    cuts them (see ``wire``). So whatever this process does to the segment after it gave a connection up is served
-    after the peer has stopped reading that connection: a retry, and also the next batch.
+    Every stream to that peer, old or new, sends those it has not yet reported before its next slice; the peer cuts them
+    (see ``wire``). So anything this process does to the segment after giving up a connection is served after the peer
+    has stopped reading that connection: a retry, and also the next batch.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Fences:
         self._lock = threading.Lock()
 
     def add(self, token: int) -> None:
-        """The connection of ``token`` was closed while the peer may still be writing from it."""
+        """Record that the connection of ``token`` was closed while the peer may still be writing from it."""
         with self._lock:
             self._tokens.append(token)
             self.num_added += 1
@@ -56,17 +56,17 @@ class Fences:
                 del self._tokens[0]
 
     def since(self, num_seen: int) -> tuple[int, list[int]]:
-        """(how many were added so far, those of them that come after the first ``num_seen`` and are still kept)."""
+        """Return (number added so far, those after the first ``num_seen`` that are still kept)."""
         with self._lock:
             missing = min(self.num_added - num_seen, len(self._tokens))
             return self.num_added, self._tokens[len(self._tokens) - missing :]
 
 
-# --- what becomes of slices
+# --- outcomes of slices
 
 
 class Arrived(NamedTuple):
-    """All bytes of the slice are where they belong."""
+    """All bytes of the slice are in place."""
 
     slice_id: int
 
@@ -86,7 +86,7 @@ class Lost(NamedTuple):
 
 
 class Corrupt(NamedTuple):
-    """All bytes of a verified slice have arrived, and they are not those that were sent."""
+    """All bytes of a verified slice have arrived, but differ from those sent."""
 
     slice_id: int
     error: TanghuluError
@@ -96,14 +96,14 @@ Completion = Arrived | Refused | Lost | Corrupt
 
 
 class ConnectionBroken(Exception):
-    """A link's connection is of no use any more; ``error`` says why, in the caller's terms."""
+    """A link's connection cannot be used any more; ``error`` explains it in the caller's terms."""
 
     def __init__(self, error: TanghuluError) -> None:
         super().__init__(error.message)
         self.error = error
 
 
-# --- the client's end
+# --- client side
 
 
 class Link(Protocol):
@@ -112,7 +112,7 @@ class Link(Protocol):
     def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
         """Make sure, before any slice, that the owner serves the segment over ``path``.
 
-        Raises NodeUnavailable, also after ``timeout_s``, or what the owner refuses with.
+        Raises NodeUnavailable, also after ``timeout_s``, or the owner's refusal.
         """
         ...
 
@@ -121,7 +121,7 @@ class Link(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Move bytes; return what ended. Waits up to ``timeout_s`` for something to happen, less if it does."""
+        """Move bytes; return what ended. Waits at most ``timeout_s`` for an event."""
         ...
 
     def cut(self, path: Path) -> None:
@@ -136,11 +136,11 @@ class Link(Protocol):
         ...
 
     def fileno(self) -> int:
-        """A descriptor that is readable when ``poll`` has something to do; -1 when everything ends inside ``post``."""
+        """Return a descriptor that is readable when ``poll`` has work; -1 when everything ends inside ``post``."""
         ...
 
     def wake(self) -> None:
-        """End a ``poll`` that waits in another thread."""
+        """End a ``poll`` waiting in another thread."""
         ...
 
     def close(self) -> None:
@@ -156,22 +156,22 @@ class TransportPeer(Protocol):
     """A remote segment as one transport reaches it: makes links."""
 
     def paths(self, rank: int) -> list[Path]:
-        """Every path of this transport to the segment; ``rank`` for the preferred ones, ``rank + 1`` for others."""
+        """Return every path of this transport to the segment; ``rank`` for preferred ones, ``rank + 1`` for others."""
         ...
 
     def connect(self) -> Link:
-        """A new link; does not wait for the peer."""
+        """Return a new link; does not wait for the peer."""
         ...
 
     def close(self) -> None:
-        """Give up what all links share."""
+        """Release everything shared by the links."""
         ...
 
 
 class SharedResources:
-    """What an engine's transports keep from one segment to the next, such as open devices; ends with the engine.
+    """State kept by an engine's transports from one segment to the next, such as open devices; ends with the engine.
 
-    Safe to use from several threads.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -181,9 +181,9 @@ class SharedResources:
         self._lock = threading.Lock()
 
     def get(self, name: str, make: Callable[[], T], end: Callable[[T], None]) -> T:
-        """What ``make`` gave when ``name`` was asked for first; ``end`` is called with it by ``close``.
+        """Return the result of ``make`` from the first call for ``name``; ``close`` calls ``end`` with it.
 
-        Raises what ``make`` does, which is tried again by the next call; NodeUnavailable after ``close``.
+        Raises what ``make`` raises, and the next call tries again; NodeUnavailable after ``close``.
         """
         with self._lock:
             if self._closed:
@@ -203,9 +203,9 @@ class SharedResources:
 
 @dataclass(frozen=True, slots=True)
 class ConnectContext:
-    """A segment to be opened, and by whom: what a transport reaches it with.
+    """A segment to be opened, and by whom: everything a transport needs to reach it.
 
-    ``fences`` are told over all transports to that segment. ``host_id`` is this process's.
+    ``fences`` are sent over all transports to that segment. ``host_id`` is this process's.
     """
 
     descriptor: SegmentDescriptor
@@ -216,34 +216,34 @@ class ConnectContext:
     shared: SharedResources = field(default_factory=SharedResources)
 
     def endpoints(self, transport: str) -> Sequence[Endpoint]:
-        """The segment's endpoints of one transport."""
+        """Return the segment's endpoints of one transport."""
         return self.descriptor.endpoints_of(transport)
 
 
-# --- the owner's end
+# --- owner side
 
 
 class Listener(Protocol):
-    """One transport's way into a segment, on the owner's event loop."""
+    """One transport's access to a segment, on the owner's event loop."""
 
     async def start(self) -> None:
-        """Listen. Raises OSError where an address is taken, NodeUnavailable where the transport does not work here.
+        """Listen. Raises OSError if an address is taken, NodeUnavailable if the transport does not work here.
 
         After an error nothing is left behind.
         """
         ...
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """What the descriptor tells peers; valid after ``start``."""
+        """Return the endpoints for the descriptor; valid after ``start``."""
         ...
 
     @property
     def num_connections(self) -> int:
-        """Peers' connections that are open."""
+        """Open connections of peers."""
         ...
 
     async def close(self) -> None:
-        """Hang up on every peer; afterwards nothing lands in the segment through this transport."""
+        """Disconnect every peer; afterwards nothing lands in the segment through this transport."""
         ...
 
     def check(self) -> None:
@@ -253,12 +253,12 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeContext:
-    """A segment to be offered: what a transport serves it with.
+    """A segment to be offered: everything a transport needs to serve it.
 
-    ``access`` decides about every range; None: everybody may touch everything. ``admission`` lets connections in, and
-    cuts them when they stall. ``on_freed`` is told which ranges became free. ``watch_process`` is given a session's
-    number and a pidfd, which it owns from then on: the end of that process ends the session. ``on_hang_up`` is told the
-    session of a peer that had mapped the segment and has closed its connection.
+    ``access`` decides about every range; None lets every peer touch everything. ``admission`` admits connections, and
+    cuts them when they stall. ``on_freed`` receives the freed ranges. ``watch_process`` takes a session's number and a
+    pidfd, which it then owns: the end of that process ends the session. ``on_hang_up`` receives the session of a peer
+    that had mapped the segment and has closed its connection.
     """
 
     segment: MemorySegment
@@ -276,7 +276,7 @@ class ServeContext:
 
 
 class Ability(NamedTuple):
-    """Whether a transport works on this machine, and what it would use or what it lacks."""
+    """Whether a transport works on this machine, and what it would use or lacks."""
 
     works: bool
     note: str
@@ -285,19 +285,19 @@ class Ability(NamedTuple):
 class Transport(Protocol):
     """A transport; the modules ``transports/*/transport.py`` are its instances."""
 
-    #: How it likes its work.
+    #: Slices that suit it.
     LIMITS: TransportLimits
 
     def connect(self, context: ConnectContext) -> TransportPeer:
         """Reach a segment whose descriptor has an endpoint of this transport.
 
-        Waits at most for as long as the configuration says. Raises NodeUnavailable where that is not possible from this
-        process, or what the owner refuses with.
+        Waits at most as long as configured. Raises NodeUnavailable if that is impossible from this process, or the
+        owner's refusal.
         """
         ...
 
     def serve(self, context: ServeContext) -> Listener:
-        """A listener that offers the segment; it begins with ``Listener.start``."""
+        """Return a listener that offers the segment; ``Listener.start`` starts it."""
         ...
 
     def probe(self, topology: Topology) -> Ability:

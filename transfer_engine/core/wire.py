@@ -1,4 +1,4 @@
-"""The bytes of the tcp transport and of the shm transport's hello: pure encoding and decoding.
+"""Bytes of the tcp transport and of the shm transport's hello: pure encoding and decoding.
 
 A tcp connection carries, from the client, heads of HEAD_BYTES, a WRITE's followed by its payload; and from the server,
 in the order of the heads, replies of REPLY_BYTES, each followed by a READ's payload or by a refusal's text.
@@ -9,18 +9,18 @@ in the order of the heads, replies of REPLY_BYTES, each followed by a READ's pay
            | digest u64
 
 HELLO opens every connection: ``offset`` is the connection's token (random, never 0), ``length`` and ``digest`` are the
-secret of the session, to which the connection belongs from then on, and a name that is not the
-segment's (``lease_id`` carries its hash) is refused. FENCE names in ``offset`` the token of a connection that its
-client has given up: the server cuts it, and refuses its hello if that comes later still, before it answers. NOTICE is
-followed by ``length`` bytes for the owner's program; ``offset`` is the notice's number (random, never 0), by which the
-owner knows one that comes a second time. A *verified* WRITE's head carries the xxh3_64 of its payload, with which the
-owner compares what has landed; a verified READ's reply carries that of the payload behind it. A head that is malformed
-closes the connection; one that is well-formed but not allowed is answered with a refusal.
+secret of the session, to which the connection belongs from then on; a name other than the segment's (``lease_id``
+carries its hash) is refused. FENCE names in ``offset`` the token of a connection that its client has given up: the
+server cuts it, or refuses its hello if that arrives later, before it answers. NOTICE is followed by ``length`` bytes
+for the owner's program; ``offset`` is the notice's number (random, never 0), by which the owner recognises a
+repetition. A *verified* WRITE's head carries the xxh3_64 of its payload, which the owner compares with the landed
+bytes; a verified READ's reply carries that of the payload behind it. A malformed head closes the connection; a
+well-formed one that is not allowed is answered with a refusal.
 
 Every message of every version, here and on the control connections of rdma and ucx, begins with its magic and its
-version, and a refusal has its flag where it is now. An owner that is greeted in another version answers with a refusal
-in its own, as soon as it has these five bytes, and a client that reads another version in an answer knows it by them
-too: so both can name both versions, whatever else has changed.
+version, and a refusal's flag never moves. An owner greeted in another version answers with a refusal in its own, as
+soon as it has these five bytes, and they also reveal to a client the version of an answer: so both can name both
+versions, whatever else has changed.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ _SECRET = struct.Struct("<QQ")
 PREFIX_BYTES = _PREFIX.size
 HEAD_BYTES = _HEAD.size
 REPLY_BYTES = _REPLY.size
-#: A refusal's text is cut to this, and a longer one is a malformed reply.
+#: Longest refusal text; the sender cuts it, and a longer one is a malformed reply.
 MAX_TEXT_BYTES = 4096
-#: The longest range that one head may name; slices are far shorter.
+#: Longest range that one head may name; slices are far shorter.
 MAX_LENGTH_BYTES = 1 << 40
-#: The longest range that the owner computes a digest of in one go (2 ms); longer verified heads are refused.
+#: Longest range of which the owner computes a digest in one go (2 ms); longer verified heads are refused.
 MAX_VERIFIED_BYTES = 64 << 20
-#: The longest notice.
+#: Longest notice.
 MAX_NOTICE_BYTES = 4096
 _SEPARATOR = "\0"
 
 
 class MalformedMessage(Exception):
-    """The peer does not speak this protocol; the connection that it came from cannot be used any more."""
+    """The peer does not speak this protocol; the connection cannot be used any more."""
 
 
 class OtherVersion(MalformedMessage):
-    """The peer speaks another version of this protocol; ``error`` says which, for either end."""
+    """The peer speaks another version of this protocol; ``error`` names both, for either end."""
 
     def __init__(self, protocol: str, client: int, owner: int) -> None:
         self.error = VersionMismatch(
@@ -74,7 +74,7 @@ class OtherVersion(MalformedMessage):
 
 
 def check_request_version(data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str) -> None:
-    """Raise OtherVersion if a client's message that begins so is of another version than the owner's."""
+    """Raise OtherVersion if a client's message with this beginning has another version than the owner's."""
     if len(data) >= _PREFIX.size:
         its_magic, theirs = _PREFIX.unpack_from(data)
         if its_magic == magic and theirs != ours:
@@ -82,7 +82,7 @@ def check_request_version(data: memoryview | bytes | bytearray, magic: int, ours
 
 
 def check_answer_version(data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str) -> None:
-    """Raise OtherVersion if an owner's message that begins so is of another version than the client's."""
+    """Raise OtherVersion if an owner's message with this beginning has another version than the client's."""
     if len(data) >= _PREFIX.size:
         its_magic, theirs = _PREFIX.unpack_from(data)
         if its_magic == magic and theirs != ours:
@@ -90,14 +90,14 @@ def check_answer_version(data: memoryview | bytes | bytearray, magic: int, ours:
 
 
 def typed_error(error: MalformedMessage, where: str) -> TanghuluError:
-    """What to tell a caller whose peer said something malformed at ``where``."""
+    """Return the error for a caller whose peer sent something malformed at ``where``."""
     if isinstance(error, OtherVersion):
         return VersionMismatch(f"{where}: {error}")
     return TransferFailed(f"{where}: {error}")
 
 
 class Op(IntEnum):
-    """What a head asks for; READ and WRITE have Opcode's values."""
+    """Operation requested by a head; READ and WRITE have Opcode's values."""
 
     READ = 1
     WRITE = 2
@@ -107,7 +107,7 @@ class Op(IntEnum):
 
 
 _OPS = {int(op): op for op in Op}
-#: By number, because an IntEnum's hash is computed by Python.
+#: By number, because an IntEnum's hash is computed in Python.
 _LONGEST = {int(Op.READ): MAX_LENGTH_BYTES, int(Op.WRITE): MAX_LENGTH_BYTES, int(Op.NOTICE): MAX_NOTICE_BYTES}
 
 
@@ -125,7 +125,7 @@ class Head(NamedTuple):
     digest: int = 0
 
     def pack(self) -> bytes:
-        """HEAD_BYTES on the wire."""
+        """Return HEAD_BYTES for the wire."""
         return pack_head(*self[:7], verified=self.verified, digest=self.digest)
 
 
@@ -141,7 +141,7 @@ def pack_head(
     verified: bool = False,
     digest: int = 0,
 ) -> bytes:
-    """HEAD_BYTES on the wire, without making a ``Head`` first."""
+    """Return HEAD_BYTES for the wire, without making a ``Head`` first."""
     flags = _VERIFIED if verified else 0
     return _HEAD.pack(
         _HEAD_MAGIC, VERSION, op, flags, slice_id, session_id, lease_id, generation, offset, length, digest
@@ -164,49 +164,49 @@ def parse_head(data: memoryview | bytes | bytearray) -> Head:
 
 
 def check_head_version(data: memoryview | bytes | bytearray) -> None:
-    """Raise OtherVersion if a head that begins so is of another version."""
+    """Raise OtherVersion if a head with this beginning has another version."""
     check_request_version(data, _HEAD_MAGIC, VERSION, "tcp transfer")
 
 
 def check_reply_version(data: memoryview | bytes | bytearray) -> None:
-    """Raise OtherVersion if a reply that begins so is of another version."""
+    """Raise OtherVersion if a reply with this beginning has another version."""
     check_answer_version(data, _REPLY_MAGIC, VERSION, "tcp transfer")
 
 
 def digest_of(data: memoryview) -> int:
-    """The checksum of a slice or request: xxh3_64."""
+    """Return the checksum of a slice or request: xxh3_64."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def secret_numbers(secret: bytes) -> tuple[int, int]:
-    """A session's secret as the two numbers of a hello."""
+    """Return a session's secret as the two numbers of a hello."""
     first, second = _SECRET.unpack(secret)
     return first, second
 
 
 def session_key(hello: Head) -> SessionKey:
-    """The session that a hello names, and the secret that it brings."""
+    """Return the session named by a hello, and the secret that it carries."""
     return SessionKey(hello.session_id, _SECRET.pack(hello.length, hello.digest))
 
 
 def name_hash(name: str) -> int:
-    """64 bits of a segment's name, for a hello."""
+    """Return 64 bits of a segment's name, for a hello."""
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
 def pack_reply(slice_id: int, num_bytes: int, digest: int = 0) -> bytes:
-    """A reply that grants: ``num_bytes`` of payload follow (0 for everything but READ)."""
+    """Return a granting reply: ``num_bytes`` of payload follow (0 for everything but READ)."""
     return _REPLY.pack(_REPLY_MAGIC, VERSION, 0, 0, slice_id, num_bytes, digest)
 
 
 def pack_refusal(slice_id: int, error: TanghuluError) -> bytes:
-    """A reply that refuses, together with its text."""
+    """Return a refusing reply, together with its text."""
     text = pack_error(error)
     return _REPLY.pack(_REPLY_MAGIC, VERSION, 1, 0, slice_id, len(text), 0) + text
 
 
 def parse_reply(data: memoryview | bytes | bytearray) -> tuple[bool, int, int, int]:
-    """(refused, slice id, bytes that follow, digest of them) of REPLY_BYTES; raises MalformedMessage."""
+    """Return (refused, slice id, bytes that follow, their digest) of REPLY_BYTES; raises MalformedMessage."""
     magic, version, refused, zero, slice_id, num_bytes, digest = _REPLY.unpack_from(data)
     if magic != _REPLY_MAGIC or version != VERSION or zero or refused > 1:
         check_reply_version(data)
@@ -217,17 +217,17 @@ def parse_reply(data: memoryview | bytes | bytearray) -> tuple[bool, int, int, i
 
 
 def pack_error(error: TanghuluError) -> bytes:
-    """A typed error as text: its code, a NUL, its message."""
+    """Return a typed error as text: its code, a NUL, its message."""
     return f"{error.code}{_SEPARATOR}{error.message}".encode()[:MAX_TEXT_BYTES]
 
 
 def parse_error(text: bytes) -> TanghuluError:
-    """The inverse of pack_error; codes of newer peers become TanghuluError."""
+    """Invert pack_error; codes of newer peers become TanghuluError."""
     code, _, message = text.decode(errors="replace").partition(_SEPARATOR)
     return error_from_code(code, message)
 
 
-# --- shm: one hello, one answer that carries the descriptor, then silence until one side hangs up
+# --- shm: one hello, one answer that carries the descriptor, then silence until one side disconnects
 
 _HELLO = struct.Struct("<IBBHQQ16s")
 _ANSWER = struct.Struct("<IBBHQQ")
@@ -237,20 +237,20 @@ SHM_ANSWER_BYTES = _ANSWER.size
 
 @dataclass(frozen=True, slots=True)
 class ShmHello:
-    """What a client asks for at the owner's Unix socket."""
+    """Request of a client at the owner's Unix socket."""
 
     name: str
     generation: int
     session: SessionKey
 
     def pack(self) -> bytes:
-        """SHM_HELLO_BYTES and the name."""
+        """Return SHM_HELLO_BYTES and the name."""
         name = self.name.encode()
         return _HELLO.pack(_SHM_MAGIC, VERSION, 0, len(name), self.generation, *self.session) + name
 
 
 def parse_shm_hello(data: bytes) -> tuple[int, int, SessionKey]:
-    """(length of the name that follows, generation, session); raises MalformedMessage."""
+    """Return (length of the name that follows, generation, session); raises MalformedMessage."""
     check_shm_hello_version(data)
     magic, version, zero, name_bytes, generation, session_id, secret = _HELLO.unpack(data)
     if magic != _SHM_MAGIC or version != VERSION or zero:
@@ -259,23 +259,23 @@ def parse_shm_hello(data: bytes) -> tuple[int, int, SessionKey]:
 
 
 def check_shm_hello_version(data: bytes) -> None:
-    """Raise OtherVersion if a hello that begins so is of another version."""
+    """Raise OtherVersion if a hello with this beginning has another version."""
     check_request_version(data, _SHM_MAGIC, VERSION, "shm")
 
 
 def check_shm_answer_version(data: bytes) -> None:
-    """Raise OtherVersion if an answer that begins so is of another version."""
+    """Raise OtherVersion if an answer with this beginning has another version."""
     check_answer_version(data, _SHM_MAGIC, VERSION, "shm")
 
 
 def pack_shm_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:
-    """The answer: the segment's size and where the owner has it (a descriptor travels beside it), or a refusal."""
+    """Return the answer: the segment's size and its address at the owner (a descriptor goes along), or a refusal."""
     text = pack_error(error) if error is not None else b""
     return _ANSWER.pack(_SHM_MAGIC, VERSION, 1 if text else 0, len(text), size_bytes, address) + text
 
 
 def parse_shm_answer(data: bytes) -> tuple[int, int, int]:
-    """(bytes of refusal text that follow, size of the segment, its address); raises MalformedMessage."""
+    """Return (bytes of refusal text that follow, size of the segment, its address); raises MalformedMessage."""
     magic, version, refused, text_bytes, size_bytes, address = _ANSWER.unpack(data)
     if magic != _SHM_MAGIC or version != VERSION or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:
         raise MalformedMessage(f"shm answer with magic {magic:#x}, version {version}")

@@ -1,8 +1,8 @@
-"""Whether an RDMA device here can reach GPU memory by itself (dmabuf): tried, never assumed.
+"""Probe of RDMA devices for direct access to GPU memory (dmabuf): tried, never assumed.
 
-Owns the CUDA driver's interface (by ctypes) and the attempt: allocate a little on each GPU, ask for its dmabuf,
-register that with an RDMA device, and give everything back. It happens in a process of its own, because what is tried
-are drivers. Transfers take GPU memory through a pinned ring (``gpu_staging``), which works everywhere.
+Owns the CUDA driver's interface (by ctypes) and the attempt: allocate a little on each GPU, request its dmabuf,
+register that with an RDMA device, and release everything. It runs in a process of its own, because it exercises
+drivers. Transfers take GPU memory through a pinned ring (``gpu_staging``), which works everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
 
 _DRIVER = "libcuda.so.1"
 _TIMEOUT_S = 30.0
-#: A GPU's pages are this large; a dmabuf covers whole ones.
+#: Page size of a GPU; a dmabuf covers whole pages.
 _PROBE_BYTES = 2 << 20
 _HAS_DMABUF = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 _AS_DMABUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -30,7 +30,7 @@ _AS_DMABUF = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
 @dataclass(frozen=True, slots=True)
 class GpuFinding:
-    """What happened with one GPU: ``reason`` says at which step it ended, empty if its memory was registered."""
+    """Result for one GPU: ``reason`` names the step at which it failed, empty if its memory was registered."""
 
     name: str
     reason: str
@@ -38,7 +38,7 @@ class GpuFinding:
 
 @dataclass(frozen=True, slots=True)
 class GpuProbe:
-    """The GPUs that were tried, or why none was."""
+    """The GPUs tried, or why none was."""
 
     gpus: tuple[GpuFinding, ...]
     reason: str
@@ -50,7 +50,7 @@ class GpuProbe:
 
     @property
     def note(self) -> str:
-        """A sentence for people: what works, or what is missing."""
+        """Readable sentence: what works, or what is missing."""
         return self.reason or "; ".join(f"{gpu.name}: {gpu.reason or 'registered by dmabuf'}" for gpu in self.gpus)
 
 
@@ -74,7 +74,7 @@ def probe() -> GpuProbe:
 
 
 def attempt() -> GpuProbe:
-    """The attempt itself."""
+    """Make the attempt itself."""
     try:
         driver = _Driver()
         return GpuProbe(tuple(_try_gpu(driver, number) for number in range(driver.num_gpus())), "")
@@ -101,7 +101,7 @@ def _try_gpu(driver: _Driver, number: int) -> GpuFinding:
 
 
 def _register(fd: int, address: int) -> None:
-    """Raises NodeUnavailable without an RDMA device, TransferFailed if none takes the memory."""
+    """Register it; raises NodeUnavailable without an RDMA device, TransferFailed if none takes the memory."""
     found = rdma_verbs.probe()
     if not found.devices:
         raise NodeUnavailable(f"a dmabuf could be had, but there is nothing to register it with: {found.reason}")
@@ -119,7 +119,7 @@ def _register(fd: int, address: int) -> None:
 
 
 class _Driver:
-    """The calls of the CUDA driver that are needed; each raises NodeUnavailable with the driver's own words."""
+    """The required calls of the CUDA driver; each raises NodeUnavailable with the driver's own message."""
 
     def __init__(self) -> None:
         try:
@@ -130,7 +130,7 @@ class _Driver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def num_gpus(self) -> int:
-        """How many GPUs there are; raises NodeUnavailable if none."""
+        """Return the number of GPUs; raises NodeUnavailable if there are none."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         if count.value == 0:
@@ -138,26 +138,26 @@ class _Driver:
         return count.value
 
     def gpu(self, number: int) -> ctypes.c_int:
-        """The driver's handle."""
+        """Return the driver's handle."""
         gpu = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(gpu), ctypes.c_int(number))
         return gpu
 
     def name(self, gpu: ctypes.c_int) -> str:
-        """The GPU's product name."""
+        """Return the GPU's product name."""
         text = ctypes.create_string_buffer(128)
         self._call("cuDeviceGetName", text, ctypes.c_int(len(text)), gpu)
         return text.value.decode(errors="replace")
 
     def attribute(self, gpu: ctypes.c_int, which: int) -> int:
-        """One of its attributes."""
+        """Return one of its attributes."""
         value = ctypes.c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(which), gpu)
         return value.value
 
     @contextmanager
     def memory(self, gpu: ctypes.c_int) -> Iterator[int]:
-        """_PROBE_BYTES on the GPU."""
+        """Allocate _PROBE_BYTES on the GPU."""
         context, address = ctypes.c_void_p(), ctypes.c_uint64()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), gpu)
         try:
@@ -171,7 +171,7 @@ class _Driver:
             self._call("cuDevicePrimaryCtxRelease_v2", gpu)
 
     def dmabuf(self, address: int) -> int:
-        """A descriptor of the memory at ``address``; the caller closes it."""
+        """Return a descriptor of the memory at ``address``; the caller closes it."""
         fd = ctypes.c_int(-1)
         self._call(
             "cuMemGetHandleForAddressRange", ctypes.byref(fd), ctypes.c_uint64(address), ctypes.c_size_t(_PROBE_BYTES),

@@ -1,7 +1,7 @@
-"""Transfers of GPU memory through a pinned ring in main memory: for every transport, and every GPU that torch knows.
+"""Transfers of GPU memory through a pinned ring in main memory: for every transport, and every GPU supported by torch.
 
-Owns the ring and the copy streams; what is where when is ``staging_plan``'s decision. The one file of the transfer
-engine that imports torch, and only when a ring is made.
+Owns the ring and the copy streams; ``staging_plan`` decides what is in it when. The one file of the transfer engine
+that imports torch, and only when a ring is made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class DeviceCopier(Protocol):
-    """Copies between a device's memory and the ring; a copy goes on after the call that starts it."""
+    """Copies between a device's memory and the ring; a copy continues after the call that starts it."""
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy."""
@@ -39,7 +39,7 @@ Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.T
 
 
 class HostCopier:
-    """Copies tensors in main memory: a copy is done at once."""
+    """Copies tensors in main memory, synchronously."""
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy."""
@@ -52,9 +52,9 @@ class HostCopier:
 class CudaCopier:
     """Copies tensors on ``devices``, on a stream for each half of the ring and GPU.
 
-    The streams are of torch's pool of high priority: those of the other pool are handed out in turn, and one on which
-    CUDA graphs are recorded must never carry a copy. The tensors' producers on the caller's current stream are waited
-    for, as torch asks; not with ``settled``, for tensors that nobody computes any more and whose readers are done.
+    The streams come from torch's high-priority pool: those of the other pool are handed out in turn, and one on which
+    CUDA graphs are recorded must never carry a copy. Copies wait for the tensors' producers on the caller's current
+    stream, as torch requires; not with ``settled``, for tensors that are no longer computed and whose readers are done.
     """
 
     def __init__(self, devices: Iterable[torch.device], *, settled: bool = False) -> None:
@@ -86,7 +86,7 @@ class CudaCopier:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """``device`` as tensors on it name it: a GPU by its number."""
+    """Return ``device`` as its tensors name it: a GPU by its number."""
     import torch
 
     if device.type != "cuda" or device.index is not None:
@@ -95,12 +95,12 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def make_copier(*devices: torch.device, settled: bool = False) -> DeviceCopier:
-    """The copier for tensors on ``devices``, at least one."""
+    """Return the copier for tensors on ``devices``, at least one."""
     return HostCopier() if devices[0].type == "cpu" else CudaCopier(devices, settled=settled)
 
 
 class StagingRing:
-    """``ring_bytes`` of pinned memory in two halves, through which a device's memory meets the outside.
+    """``ring_bytes`` of pinned memory in two halves, between a device's memory and the segment.
 
     On ``cpu`` it is not pinned: for tests, and for code that runs with and without a GPU. One caller at a time.
     """
@@ -116,11 +116,11 @@ class StagingRing:
         self._copier = copier or make_copier(device)
 
     def staged(self, piece: Piece) -> torch.Tensor:
-        """The piece's bytes in the ring, as a tensor."""
+        """Return the piece's bytes in the ring, as a tensor."""
         return self.memory[piece.ring_offset : piece.ring_offset + piece.length]
 
     def view(self, piece: Piece) -> memoryview:
-        """The same, for the outside."""
+        """Return the same bytes as a memoryview."""
         return self._view[piece.ring_offset : piece.ring_offset + piece.length]
 
     def run(
@@ -135,7 +135,7 @@ class StagingRing:
         """Pass requests of these ``lengths`` through, ``half_bytes`` of a half at a time.
 
         ``copies`` names the (to, from) of the device's copies for a FILL or DRAIN of a piece, ``move`` does the rest of
-        the way; it finds the copies into the ring ended, and when this returns or raises so have those out of it.
+        the way; the copies into the ring have ended when it is called, and those out of it when this returns or raises.
         """
         assert half_bytes <= self.half_bytes
         try:
@@ -149,14 +149,14 @@ class StagingRing:
                     for to, source in copies(event, piece):
                         self._copier.copy(half, to, source)
         finally:
-            for half in range(2):  # nothing may be copied behind the back of who comes next
+            for half in range(2):  # no copy may still run when the next caller comes
                 self._copier.wait(half)
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
-    """Pin memory that exists, such as a segment's, for copies of every GPU; returns what ends that (before it goes).
+    """Pin existing memory, such as a segment's, for copies of every GPU; returns the function to unpin it.
 
-    Raises NodeUnavailable with the driver's words.
+    Raises NodeUnavailable with the driver's message.
     """
     import torch
     from torch.cuda import _pin_memory_utils
@@ -171,7 +171,7 @@ def pin(memory: memoryview) -> Callable[[], None]:
 
 
 class GpuStaging:
-    """A ring of ``ring_bytes`` of pinned memory for tensors on ``device``; transfers through it wait for one another.
+    """A ring of ``ring_bytes`` of pinned memory for tensors on ``device``; its transfers wait for one another.
 
     On ``cpu`` the ring is not pinned: for tests, and for code that runs with and without a GPU.
     """
@@ -187,11 +187,11 @@ class GpuStaging:
         self._lock = threading.Lock()
 
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
-        """``TransferEngine.transfer`` for requests whose ``source`` is a contiguous tensor on the device.
+        """Do ``TransferEngine.transfer`` for requests whose ``source`` is a contiguous tensor on the device.
 
-        What was computed into a WRITE's tensor on the current stream is waited for; a READ's tensor may be used on any
-        stream when this returns. ``notify`` and ``verify`` work, ``checksum`` does not (the parts of a long request are
-        never together). Raises as ``transfer`` does.
+        Waits for the computation of a WRITE's tensor on the current stream; a READ's tensor may be used on any stream
+        when this returns. ``notify`` and ``verify`` work, ``checksum`` does not (the parts of a long request are never
+        together). Raises as ``transfer`` does.
         """
         tensors = [self._bytes(request) for request in requests]
         until_s = self._clock.now_s() + deadline_s
@@ -237,7 +237,7 @@ class GpuStaging:
         )
 
     def _bytes(self, request: TransferRequest) -> torch.Tensor:
-        """The request's part of its tensor, as bytes."""
+        """Return the request's part of its tensor, as bytes."""
         import torch
 
         source: Any = request.source

@@ -1,24 +1,24 @@
-"""Which bytes of a GPU's memory are in which half of the staging ring when: pure decisions.
+"""Schedule of a GPU's memory through the halves of the staging ring: pure decisions.
 
 The ring has two halves, so that the device copies into or out of one while the other is being moved. Requests are cut
 into rounds of at most half a ring; round n uses half n % 2. A half goes through these states in a round:
 
     FREE -- fill --> FILLING -- move --> MOVING -- drain --> DRAINING -- free --> FREE
 
-``steps`` yields what to do, in order. Example, three rounds a, b, c in halves 0, 1, 0:
+``steps`` yields the steps in order. Example, three rounds a, b, c in halves 0, 1, 0:
 
     free 0, fill 0 (a) | free 1, fill 1 (b), move 0, drain 0 | free 0, fill 0 (c), move 1, drain 1 | move 0, drain 0
     | free 0, free 1
 
-Where nothing is to be filled (READs only) a round moves as soon as its half is free, so that the drain of the round
-before runs meanwhile:
+If nothing is to be filled (READs only), a round moves as soon as its half is free, so that the drain of the previous
+round runs meanwhile:
 
     free 0, fill 0, move 0, drain 0 (a) | free 1, fill 1, move 1, drain 1 (b) | free 0, fill 0, move 0, drain 0 (c)
     | free 1, free 0
 
 *fill* starts the device's copies of a round's WRITEs into the half, *move* waits for them and then moves the round's
 bytes between the half and the segment, *drain* starts the device's copies of its READs out of the half, *free* waits
-for those. So while round a is moved the copies of b run, or those of the round before a.
+for those. So while round a is moved, the copies of b run, or those of the round before a.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Some bytes of one request, and where in the ring they are for a while."""
+    """Some bytes of one request, and their temporary place in the ring."""
 
     request_index: int
     offset: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class StagingEvent(Enum):
-    """What is done with a half."""
+    """Operation on a half."""
 
     FILL = "fill"
     MOVE = "move"
@@ -47,9 +47,9 @@ class StagingEvent(Enum):
 
 
 class HalfState(Enum):
-    """What a half holds."""
+    """Content of a half."""
 
-    #: Nothing that anybody needs.
+    #: Nothing of use.
     FREE = "free"
     #: The device copies into it.
     FILLING = "filling"
@@ -79,7 +79,7 @@ class StagingStep(NamedTuple):
 class StagingPlan:
     """The rounds of one batch of requests with these lengths through a ring of two halves.
 
-    ``fills``: something is to be copied into the ring before it is moved.
+    ``fills``: some bytes are to be copied into the ring before they are moved.
     """
 
     def __init__(self, lengths: Sequence[int], half_bytes: int, *, fills: bool = True) -> None:
@@ -91,7 +91,7 @@ class StagingPlan:
         self._states = [HalfState.FREE, HalfState.FREE]
 
     def steps(self) -> Iterator[StagingStep]:
-        """What to do, in order; every step must have been done before the next is asked for."""
+        """Yield the steps in order; each must have been done before the next is taken."""
         for number, pieces in enumerate(self.rounds):
             yield self._step(StagingEvent.FREE, number)
             yield self._step(StagingEvent.FILL, number, pieces)

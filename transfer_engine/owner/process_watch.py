@@ -1,4 +1,4 @@
-"""The watch over peers' processes: says when one has exited. Owns their pidfds; the caller decides what follows."""
+"""Watch over peers' processes: reports when one has exited. Owns their pidfds; the caller decides what follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class ProcessWatch:
-    """Tells, once per session, that a peer's process has exited."""
+    """Reports, once per session, that a peer's process has exited."""
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
         self._on_exit = on_exit
@@ -31,7 +31,7 @@ class ProcessWatch:
 
     @property
     def session_ids(self) -> list[int]:
-        """The sessions that are watched."""
+        """The watched sessions."""
         return list(self._pidfds)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""SegmentServer: one process's segment, offered to peers over the transports that its options name.
+"""SegmentServer: one process's segment, offered to peers over the transports named in its options.
 
-Owns the listeners, the sweep's timer and the watch over peers' processes. ``core.admission`` decides what peers are
-told, ``core.access`` what they may touch; the transports' listeners and the peers themselves move the bytes.
+Owns the listeners, the sweep's timer and the watch over peers' processes. ``core.admission`` decides the answers to
+peers, ``core.access`` what they may touch; the transports' listeners and the peers themselves move the bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _soon(callback: Callable[[], None]) -> object:
 class SegmentServer:
     """Serves ``segment`` until ``close()``; everything happens on the event loop that called ``start()``.
 
-    ``access`` decides about every range; None opens the whole segment to everybody who can connect (tests, benches).
-    ``on_freed`` is told, on the loop, which ranges became free because a transfer ended or a peer's process exited.
-    ``on_notice`` is told, on the loop, what clients notify by ``TransferRequest.notify``; without it that is refused.
+    ``access`` decides about every range; None opens the whole segment to every peer that can connect (tests, benches).
+    ``on_freed`` receives, on the loop, the ranges freed by the end of a transfer or of a peer's process. ``on_notice``
+    receives, on the loop, the notices that clients send by ``TransferRequest.notify``; without it they are refused.
     ``bytes_read`` and ``bytes_written`` count by transport, from the client's point of view; shm traffic is invisible
-    here, so the owner adds what its clients report. The segment stays the caller's; close the server first.
+    here, so the owner adds what its clients report. The segment remains the caller's; close the server first.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SegmentServer:
             watch_process=self._watch.add,
             on_hang_up=self._process_exited if listen.shm_hang_up_frees else lambda _: None,
         )
-        #: By transport, in the order in which peers are to prefer them.
+        #: By transport, in the order of preference for peers.
         self._listeners: dict[str, Listener] = {
             name: transport.serve(context) for name, transport in TRANSPORTS.items() if name in listen.transports
         }
@@ -88,22 +88,22 @@ class SegmentServer:
     async def start(self) -> None:
         """Listen on every transport; raises OSError if an address or the socket path is taken.
 
-        Raises NodeUnavailable if a transport cannot work here: rdma without the devices that were asked for, ucx
-        without NIXL; TransferFailed if the memory cannot be registered.
+        Raises NodeUnavailable if a transport cannot work here: rdma without the requested devices, ucx without NIXL;
+        TransferFailed if the memory cannot be registered.
         """
         assert not self._open, "a server starts once"
         self._open = self._admission.open = True
         try:
             for listener in self._listeners.values():
                 await listener.start()
-        except BaseException:  # a cancel, too: what listens would serve nobody's segment; it is raised on
+        except BaseException:  # including a cancel: the listeners would serve no segment; re-raised
             await self.close()
             raise
         self._sweeping = asyncio.get_running_loop().call_later(self._limits.stall_timeout_s, self._sweep)
         self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)
 
     def descriptor(self) -> SegmentDescriptor:
-        """What peers need in order to open this segment; valid after ``start()``."""
+        """Everything peers need to open this segment; valid after ``start()``."""
         assert self._open, "start the server first"
         endpoints = [each for listener in self._listeners.values() for each in listener.endpoints()]
         return SegmentDescriptor(
@@ -111,7 +111,7 @@ class SegmentServer:
         )
 
     async def close(self) -> None:
-        """Hang up on all peers; no transfer is open, and no socket file is left, when this returns."""
+        """Disconnect all peers; no transfer is open, and no socket file is left, when this returns."""
         if not self._open:
             return
         self._open = self._admission.open = False
@@ -124,10 +124,10 @@ class SegmentServer:
         self._watch.close()
         if self._admission.connections:
             await self._emptied.wait()
-        await asyncio.sleep(0)  # ends of READs run one turn behind their connection_lost
+        await asyncio.sleep(0)  # READs end one turn behind their connection_lost
 
     def maps(self, session_id: int) -> bool:
-        """Return whether the session's peer has mapped the segment, and may read it still."""
+        """Return whether the session's peer has mapped the segment and may still read it."""
         return session_id in self._watch.session_ids
 
     @property
@@ -147,12 +147,12 @@ class SegmentServer:
 
     @property
     def num_refused(self) -> int:
-        """tcp connections and slices that were refused."""
+        """Refused tcp connections and slices."""
         return self._admission.num_refused
 
     @property
     def num_notices(self) -> int:
-        """Notices that were handed to ``on_notice``."""
+        """Notices handed to ``on_notice``."""
         return self._admission.num_notices
 
     @property
@@ -162,7 +162,7 @@ class SegmentServer:
 
     @property
     def num_fenced(self) -> int:
-        """tcp connections that their clients gave up with a WRITE on them."""
+        """tcp connections given up by their clients with a WRITE on them."""
         return self._admission.num_fenced
 
     def check(self) -> None:
@@ -194,6 +194,6 @@ class SegmentServer:
         self._sweeping = asyncio.get_running_loop().call_later(self._limits.stall_timeout_s, self._sweep)
 
     def _look(self) -> None:
-        """Cut connections that have said no HELLO since the last look: at the latest ``hello_s`` after they came."""
+        """Cut connections that have sent no HELLO since the last look: at most ``hello_s`` after they connected."""
         self._admission.cut_unknown()
         self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)

@@ -1,1 +1,1 @@
-"""Network devices and GPUs of this machine, how near they are to memory, and which of a peer they reach."""
+"""Network devices and GPUs of this machine, their distance to memory, and which of a peer's they reach."""

@@ -1,16 +1,16 @@
-"""Which network devices a process has, how near they are to its memory, and which of a peer's they reach.
+"""Network devices of a process, their distance to its memory, and which of a peer's they reach.
 
-A *location* is where memory lies: ``cpu:N`` for NUMA node N, ``gpu:N`` for the N-th GPU by its PCI address. The matrix
-says for each location which devices are preferred and which come after them: those of a NUMA node, or of no known one,
-before the others; those nearest to a GPU by PCIe before the others. A file may replace what was discovered. Pure, but
-for ``discovery``, which reads the system.
+A *location* of memory is ``cpu:N`` for NUMA node N, ``gpu:N`` for the N-th GPU by its PCI address. The matrix lists for
+each location the preferred devices and those after them: those of a NUMA node, or of no known one, before the others;
+those nearest to a GPU by PCIe before the others. A file may replace the discovered topology. Pure, but for
+``discovery``, which reads the system.
 
-The file, all of it optional but the names:
+The file; all of it is optional except the names:
 
     {"devices": [{"name": "eth1", "address": "10.0.1.1/24", "numa_node": 0, "speed_mbit_s": 25000}],
      "matrix": {"cpu:0": {"preferred": ["eth1"], "others": []}}}
 
-What ``tanghulu topology --json`` prints is such a file; its ``transports`` and ``gpu_memory`` are read over.
+The output of ``tanghulu topology --json`` is such a file; its ``transports`` and ``gpu_memory`` are ignored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NetworkDevice:
         """Return whether ``host`` is an address of this device's own network."""
         try:
             return bool(self.address) and ipaddress.ip_address(host) in ipaddress.ip_interface(self.address).network
-        except ValueError:  # a name
+        except ValueError:  # a host name
             return False
 
 
@@ -71,25 +71,25 @@ class Topology:
 
     @property
     def usable(self) -> tuple[NetworkDevice, ...]:
-        """Devices that tcp can be bound to: up, with an address, not the loopback."""
+        """Devices to which tcp can be bound: up, with an address, not the loopback."""
         return tuple(each for each in self.devices if each.up and each.address and not each.loopback)
 
     def device(self, name: str) -> NetworkDevice | None:
-        """The device of that name."""
+        """Return the device of that name."""
         return next((each for each in self.devices if each.name == name), None)
 
     def distance(self, location: str, name: str) -> int:
-        """0: preferred from ``location`` (or the location is unknown); 1: it comes after those."""
+        """Return 0 if preferred from ``location`` (or the location is unknown), 1 if it comes after those."""
         preference = self.matrix.get(location)
         return 0 if preference is None or name in preference.preferred else 1
 
     def addresses(self, location: str = "") -> list[tuple[str, str]]:
-        """(name, address) of the usable devices for a SegmentServer to tell, those near ``location`` first."""
+        """Return (name, address) of the usable devices for a SegmentServer's peers, those near ``location`` first."""
         nearest = sorted(self.usable, key=lambda each: self.distance(location, each.name))
         return [(each.name, each.host) for each in nearest]
 
     def to_json(self) -> str:
-        """What ``from_json`` reads."""
+        """Return the content of a file for ``from_json``."""
         devices = [
             {"name": each.name, "address": each.address, "numa_node": each.numa_node,
              "speed_mbit_s": each.speed_mbit_s, "up": each.up, "loopback": each.loopback, "pci": each.pci}
@@ -102,7 +102,7 @@ class Topology:
 
 
 class Gpu(NamedTuple):
-    """Where a GPU is; ``pci`` as of a NetworkDevice."""
+    """Location of a GPU; ``pci`` as of a NetworkDevice."""
 
     pci: str
     numa_node: int = -1
@@ -111,10 +111,10 @@ class Gpu(NamedTuple):
 def matrix_of(
     devices: Sequence[NetworkDevice], numa_nodes: Sequence[int], gpus: Sequence[Gpu] = ()
 ) -> dict[str, Preference]:
-    """For each node: its own devices and those of no known node, the fastest first, before the others.
+    """Return for each node its own devices and those of no known node, the fastest first, before the others.
 
-    For each GPU the nearest before the others. Example: eth0 behind one switch with it, eth1 below another root port of
-    the same root complex, eth2 on the other socket: eth0 is preferred, then come eth1 and eth2.
+    For each GPU, the nearest come before the others. Example: eth0 behind one switch with it, eth1 below another root
+    port of the same root complex, eth2 on the other socket: eth0 is preferred, then come eth1 and eth2.
     """
     ranked = sorted((each for each in devices if not each.loopback), key=lambda each: -each.speed_mbit_s)
     matrix = {
@@ -135,8 +135,8 @@ def matrix_of(
 
 
 def _steps_between(gpu: Gpu, device: NetworkDevice) -> int:
-    """0: below one root port, so that bytes need not pass the processor; 1: below one root complex; 2: on one NUMA
-    node, or it is not known on which; 3: on another.
+    """Return 0 below one root port, so that bytes need not pass the processor; 1 below one root complex; 2 on one NUMA
+    node, or an unknown one; 3 on another.
     """
     shared = 0
     for ours, theirs in zip(gpu.pci.split("/"), device.pci.split("/"), strict=False):
@@ -149,7 +149,7 @@ def _steps_between(gpu: Gpu, device: NetworkDevice) -> int:
 
 
 def from_json(text: str) -> Topology:
-    """Read a topology file; raises ConfigError that names what is wrong. Without a matrix, one is made."""
+    """Read a topology file; raises ConfigError that names the fault. Without a matrix, one is made."""
     try:
         read = json.loads(text)
         devices = tuple(NetworkDevice(**each) for each in read["devices"])
@@ -179,12 +179,11 @@ def _refuse_nonsense(devices: Sequence[NetworkDevice], matrix: Mapping[str, Pref
 
 
 def pair(local: Sequence[NetworkDevice], remote_hosts: Sequence[str]) -> list[tuple[str, int]]:
-    """Which local device reaches which of the peer's endpoints: (device name, index of the endpoint).
+    """Pair local devices with the peer's endpoints that they reach: (device name, index of the endpoint).
 
-    An endpoint in the network of a device is reached over that device and no other. Where no device shares its network
-    (routers between), devices and endpoints are paired in order, as rails: 3 devices and 2 endpoints give (0, 0),
-    (1, 1), (2, 0). Example: eth0 10.0.0.1/24, eth1 10.0.1.1/24 and endpoints 10.0.1.9, 10.0.0.9 give (eth0, 1),
-    (eth1, 0).
+    An endpoint in the network of a device is reached over that device only. Where no device shares its network (routers
+    between), devices and endpoints are paired in order, as rails: 3 devices and 2 endpoints give (0, 0), (1, 1), (2,
+    0). Example: eth0 10.0.0.1/24, eth1 10.0.1.1/24 and endpoints 10.0.1.9, 10.0.0.9 give (eth0, 1), (eth1, 0).
     """
     pairs = [(each.name, index) for each in local for index, host in enumerate(remote_hosts) if each.reaches(host)]
     reached = {index for _, index in pairs}

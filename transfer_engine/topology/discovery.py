@@ -14,7 +14,7 @@ from tanghulu.transfer_engine.topology.devices import Gpu, NetworkDevice, Topolo
 _NET = Path("/sys/class/net")
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
-#: NVIDIA and AMD make GPUs that compute; other vendors' display controllers are those of servers' consoles.
+#: NVIDIA and AMD make GPUs for computing; other vendors' display controllers are those of servers' consoles.
 _GPU_VENDORS = ("0x10de", "0x1002")
 #: Display controllers and processing accelerators (PCI's base classes).
 _GPU_CLASSES = ("0x03", "0x12")
@@ -23,8 +23,8 @@ _IFF_LOOPBACK = 0x8
 
 
 def discover(net: Path = _NET, nodes: Path = _NODES, pci: Path = _PCI) -> Topology:
-    """The devices of this network namespace with their first IPv4 (else IPv6) address, and the matrix by NUMA node and
-    GPU.
+    """Return this network namespace's devices with their first IPv4 (else IPv6) address, and the matrix by NUMA node
+    and GPU.
     """
     devices = tuple(_device(folder) for folder in sorted(net.iterdir()) if (folder / "flags").exists())
     numbers = sorted(int(each.name[4:]) for each in nodes.glob("node[0-9]*")) or [0]
@@ -32,7 +32,7 @@ def discover(net: Path = _NET, nodes: Path = _NODES, pci: Path = _PCI) -> Topolo
 
 
 def load(path: str | None) -> Topology:
-    """The topology of the file, or what is discovered if there is none. Raises ConfigError."""
+    """Return the topology of the file, or the discovered one if there is none. Raises ConfigError."""
     if not path:
         return discover()
     try:
@@ -54,7 +54,7 @@ def _device(folder: Path) -> NetworkDevice:
 
 
 def _gpus(pci: Path) -> list[Gpu]:
-    """The GPUs by PCI address, numbered as CUDA does with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """Return the GPUs by PCI address, numbered as CUDA does with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     folders = sorted(pci.iterdir()) if pci.exists() else []
     return [
         Gpu(_pci_path(each), _number(each / "numa_node"))
@@ -64,7 +64,7 @@ def _gpus(pci: Path) -> list[Gpu]:
 
 
 def _pci_path(device: Path) -> str:
-    """The PCI addresses on the way from the root complex; empty if the device is not there, or no PCI device."""
+    """Return the PCI addresses from the root complex to it; empty if the device is missing, or no PCI device."""
     parts = list(device.resolve().parts) if device.exists() else []
     roots = [number for number, part in enumerate(parts) if part.startswith("pci")]
     ours = parts[roots[0] :] if roots else []
@@ -74,7 +74,7 @@ def _pci_path(device: Path) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the kernel answers EINVAL for what a device does not know
+    except OSError:  # the kernel answers EINVAL for attributes that a device lacks
         return ""
 
 

@@ -1,1 +1,1 @@
-"""The transports, a folder each with its client's and its owner's side, and the registry that lists them."""
+"""The transports, each a folder with its client's and its owner's side, and the registry that lists them."""

@@ -1,11 +1,11 @@
-"""Decode steps replayed from CUDA graphs: the launches of a whole forward pass recorded once for each shape.
+"""Decode steps replayed from CUDA graphs: the launches of a whole forward pass, recorded once for each shape.
 
-A small model's decode step is some hundred kernels that each take less time than their launch; a graph launches all at
-once. Shapes are powers of two (`decode_batch`), so few graphs serve all steps; each is recorded when it is first
-needed, up to `MAX_GRAPHS`. All share one memory pool, and those of one size the tensor of their results: a step's are
-read before the next replay overwrites them.
+A small model's decode step is some hundred kernels, each shorter than its launch; a graph launches all at once. Shapes
+are powers of two (`decode_batch`), so few graphs serve all steps; each is recorded on first use, up to `MAX_GRAPHS`.
+All share one memory pool, and those of one size share their result tensor: a step's results are read before the next
+replay overwrites them.
 
-Where recording fails, steps run as they would without graphs, and the log says why.
+If recording fails, steps run as they would without graphs, and the log gives the reason.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tanghulu.workers.compute.forward_batch import DecodeShape, decode_batch, pa
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.models.registry import Model
 
-#: Shapes that are recorded: 8 sizes (1 to 128 sequences) of 8 widths.
+#: Most recorded shapes: 8 sizes (1 to 128 sequences) of 8 widths.
 MAX_GRAPHS = 64
-#: Passes before the recording: kernels are chosen and workspaces taken in the first.
+#: Passes before the recording: the first chooses kernels and allocates workspaces.
 _WARM_UPS = 2
 
 _log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A recorded graph: replaying it computes ``logits`` from what ``packed`` holds at that moment."""
+    """A recorded graph: replaying it computes ``logits`` from the content of ``packed`` at that moment."""
 
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
@@ -66,7 +66,7 @@ class DecodeGraphs:
             return None
         try:
             recorded = self._recorded(shape)
-        except RuntimeError as error:  # torch's errors of CUDA, memory that is not there among them
+        except RuntimeError as error:  # torch's CUDA errors, including out of memory
             self._failed = True
             _log.warning("cuda_graphs.failed", shape=tuple(shape), error=str(error).splitlines()[0])
             return None
@@ -75,7 +75,7 @@ class DecodeGraphs:
         return recorded
 
     def _recorded(self, shape: DecodeShape) -> _Recorded:
-        """Record over a batch that only fills: it reads and writes the scratch block."""
+        """Record with a batch of filling only: it reads and writes the scratch block."""
         block_tokens, device = self._cache.layout.block_tokens, self._model.device
         filling = pack_decodes([], shape, block_tokens, self._cache.scratch)
         packed = torch.from_numpy(filling).to(device)
@@ -87,7 +87,7 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(beside)
         results = self._results.setdefault(shape.num_sequences, torch.empty_like(logits))
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy KV meanwhile: only this one's calls may disturb the recording.
+        # Other threads copy KV meanwhile: only this thread's calls may disturb the recording.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results.copy_(self._model.forward(decode_batch(packed, block_tokens), self._cache))
         return _Recorded(graph, packed, results)

@@ -1,6 +1,6 @@
-"""Which device a worker computes on, what that can do and how much memory it has: torch and the system are asked here.
+"""A worker's computing device, its abilities and memory, as reported by torch and the system.
 
-Without a GPU nothing here touches CUDA beyond asking whether there is one.
+Without a GPU, the only use of CUDA here is to check for one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.workers.compute.memory_plan import available_bytes
 
 CPU = torch.device("cpu")
-#: From this compute capability on a GPU multiplies bfloat16 natively (Ampere).
+#: Lowest compute capability at which a GPU multiplies bfloat16 natively (Ampere).
 _BFLOAT16_FROM = (8, 0)
 _NAME = re.compile(r"cuda(?::(\d+))?")
 #: Instructions that multiply bfloat16, by the kernel's names.
@@ -29,21 +29,21 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
-    """What the arithmetic on a CPU is chosen by: instructions that it has, and torch's libraries that run on it.
+    """Criteria for the arithmetic on a CPU: its instructions, and the libraries of torch that run on it.
 
-    Every choice works on every CPU whose torch has the library: what is not native is emulated, which is slow.
+    Every choice works on every CPU whose torch has the library: missing instructions are emulated, which is slow.
     """
 
     #: It multiplies bfloat16 in hardware (AVX512-BF16, AMX).
     native_bfloat16: bool
     #: FBGEMM, whose products widen float16 weights in registers; it needs AVX2.
     has_fbgemm: bool
-    #: oneDNN, whose products take weights that were packed in its order.
+    #: oneDNN, whose products take weights packed in its order.
     has_onednn: bool
 
     @classmethod
     def of(cls, flags: Collection[str]) -> CpuFeatures:
-        """Of a CPU with the instructions ``flags``, named as in /proc/cpuinfo, under this process's torch."""
+        """Return those of a CPU with the instructions ``flags``, named as in /proc/cpuinfo, under this torch."""
         return cls(
             native_bfloat16=not _BFLOAT16_FLAGS.isdisjoint(flags),
             has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines,
@@ -53,7 +53,7 @@ class CpuFeatures:
 
 @cache
 def this_cpu() -> CpuFeatures:
-    """What the CPU of this process can do."""
+    """Return the features of this process's CPU."""
     if platform.system() != "Linux":
         return CpuFeatures.of(())
     lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
@@ -61,9 +61,9 @@ def this_cpu() -> CpuFeatures:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called ``name``: ``cpu``, ``cuda`` (the first), ``cuda:N``, or ``auto``: a GPU if torch sees one.
+    """Return the device ``name``: ``cpu``, ``cuda`` (the first), ``cuda:N``, or ``auto``: a GPU if torch sees one.
 
-    Raises ConfigError that says what torch sees instead.
+    Raises ConfigError that names what torch sees instead.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return CPU
@@ -80,7 +80,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_of_rank(first: torch.device, rank: int) -> torch.device:
-    """The device of tensor-parallel rank ``rank`` if rank 0 has ``first``; raises ConfigError if there is none."""
+    """Return the device of tensor-parallel rank ``rank`` if rank 0 has ``first``; raises ConfigError without one."""
     if first.type != "cuda":
         return first
     index, count = first.index + rank, torch.cuda.device_count()
@@ -103,22 +103,22 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that could be taken now; None where the system does not say."""
+    """Return the number of bytes that could be allocated now; None if the system does not report it."""
     if device.type != "cuda":
         return available_bytes()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done what the current thread's stream was given."""
+    """Wait until the device has finished all work of the current thread's stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def upload(array: Any, device: torch.device) -> torch.Tensor:
-    """Copy the numpy array to ``device``, without waiting for what the device has to do before.
+    """Copy the numpy array to ``device``, without waiting for the device's earlier work.
 
-    The copy leaves from pinned memory, which torch's allocator keeps until it has ended.
+    The copy is made from pinned memory, which torch's allocator keeps until it has ended.
     """
     return staged_for(array, device).to(device, non_blocking=True)
 

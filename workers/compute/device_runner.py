@@ -1,8 +1,8 @@
-"""The computing half of the engine on a device of its own: forward pass, sampling there, one copy back a step.
+"""Computing half of the engine on a device of its own: forward pass, sampling there, one copy back per step.
 
-A step has been computed when `run` returns: it waits for the sampled tokens or, where nothing is sampled, for the
-device. So what the engine commits afterwards may be copied out, and what it gives back may be copied into, without any
-order between those copies and the computing.
+A step has been computed when `run` returns: it waits for the sampled tokens or, if none are sampled, for the device. So
+blocks that the engine commits afterwards may be copied out, and those it gives back may be copied into, without
+ordering these copies after the computation.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _log = structlog.get_logger(__name__)
 class DeviceRunner:
     """A `ModelRunner` of ``model`` with ``num_blocks`` of cache of ``kv_dtype`` in its device's memory.
 
-    ``kv_dtype`` is as ``--kv-dtype`` names it. ``num_parts`` tensor-parallel ranks share the model, of which this is
-    rank 0; ``announce`` tells the others every step's token runs. ``graphs`` replays decode steps from CUDA graphs
-    where the device has such.
+    ``kv_dtype`` is as in ``--kv-dtype``. ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0;
+    ``announce`` sends every step's token runs to the others. ``graphs`` replays decode steps from CUDA graphs if the
+    device has them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DeviceRunner:
         self._announce = announce
         self._clock = SystemClock()
         self._graphs: DecodeGraphs | None = None
-        # How many rows an expert gets is known by reading it from the device, which no graph can.
+        # The number of rows of an expert must be read from the device, which no graph can do.
         routed = model.config.experts is not None
         if graphs and model.device.type == "cuda" and num_parts == 1 and not model.batch_invariant and not routed:
             self._graphs = DecodeGraphs(model, self.cache)
@@ -93,7 +93,7 @@ class DeviceRunner:
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         rows = rows_of(plan)
-        if rows and self.model.batch_invariant:  # scans and sorts of several rows may round otherwise than of one
+        if rows and self.model.batch_invariant:  # scans and sorts of several rows may round differently than of one
             return _joined([sample_on_device(logits[at : at + 1], [row]) for at, row in enumerate(rows)])
         if rows:
             return sample_on_device(logits, rows)
@@ -105,7 +105,7 @@ class DeviceRunner:
 
 
 def _joined(samples: Sequence[Sampled]) -> Sampled:
-    """``samples`` as one, in their order."""
+    """Join ``samples``, in their order."""
     tokens = [token for each in samples for token in each.tokens]
     return Sampled(tokens, [logprobs for each in samples for logprobs in each.logprobs])
 

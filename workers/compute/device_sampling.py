@@ -1,11 +1,11 @@
-"""Sampling where the logits are: all rows at once, and one copy to main memory a step, whatever the requests want.
+"""Sampling on the device of the logits: all rows at once, and one copy to main memory per step for any requests.
 
 The rules and the draw are `sampling`'s, row by row (see there); the same u of (seed, position) decides, so a request's
 text does not depend on the batch. Equal logits, which are common in bfloat16, are ordered by token id, so that a cut at
-k tokens is the same however many other rows want.
+k tokens does not depend on the number that other rows need.
 
-top-p looks at a row's best `_CANDIDATES` tokens. The copy that brings the tokens says which rows they did not
-suffice for (a flat distribution with a large top-p); those are drawn again over the whole vocabulary.
+top-p considers a row's best `_CANDIDATES` tokens. The copy that brings the tokens marks the rows for which they did not
+suffice (a flat distribution with a large top-p); those are drawn again over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Columns(NamedTuple):
 
 @torch.inference_mode()
 def sample_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """Draw one token a row. ``logits`` float32 [rows, vocab] on any device; not changed."""
+    """Draw one token per row. ``logits`` float32 [rows, vocab] on any device; not changed."""
     assert len(logits) == len(rows)
     adjusted = _adjusted(logits, rows)
     tokens, suffices = adjusted.argmax(dim=-1), None
@@ -108,7 +108,7 @@ def _collect(index: int, row: SamplingRow, scaled: _Entries, added: _Entries, bi
 
 
 class _Entries:
-    """Places in the logits, none of them twice, and a value for each."""
+    """Unique places in the logits, and a value for each."""
 
     def __init__(self) -> None:
         self._places: list[tuple[int, int]] = []
@@ -125,7 +125,7 @@ class _Entries:
 
 
 def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row, and say whether its candidates sufficed; rows of temperature 0 get any token."""
+    """Draw a token for each row, and return whether its candidates sufficed; rows of temperature 0 get any token."""
     temperature = torch.where(columns.temperature > 0, columns.temperature, 1.0)
     shifted = (logits - logits.max(dim=-1, keepdim=True).values).double()
     probabilities = torch.softmax(shifted / temperature, dim=-1)
@@ -149,10 +149,10 @@ def _is_cut(row: SamplingRow, vocab: int) -> bool:
 
 
 def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of each row's ``count`` largest logits [R, count], best first, of equal ones the smaller id first.
+    """Return the ids of each row's ``count`` largest logits [R, count], best first; among equals, smaller ids first.
 
     Floats in ascending order are, by their bits, integers in ascending order if the negative ones' bits are flipped;
-    with the id below them no two are equal, so that the order does not hang on ``count``.
+    with the id in the lower bits no two are equal, so that the order does not depend on ``count``.
     """
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ascending = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -162,7 +162,7 @@ def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _cut(best: torch.Tensor, probabilities: torch.Tensor, columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set to 0 what top-k and then top-p leave out of ``best``, and say for which rows ``best`` was long enough."""
+    """Set to 0 what top-k and then top-p exclude from ``best``, and return for which rows ``best`` was long enough."""
     vocab, count = probabilities.shape[1], best.shape[1]
     ranks = torch.arange(count, device=best.device)
     limited = (columns.top_k > 0) & (columns.top_k < vocab)
@@ -181,7 +181,7 @@ def _cut_min_p(probabilities: torch.Tensor, columns: _Columns) -> torch.Tensor:
 
 
 def _first_above(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first place at which the cumulative probability exceeds ``uniform`` of the whole; [R]."""
+    """Return the first place where the cumulative probability exceeds ``uniform`` of the whole; [R]."""
     cumulative = probabilities.cumsum(dim=-1)
     whole = cumulative[:, -1:]
     below = torch.nextafter(whole, torch.zeros_like(whole))  # rounding must not reach beyond the last
@@ -201,9 +201,9 @@ def _redrawn(
 def _pack(
     logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor, suffices: torch.Tensor | None
 ) -> torch.Tensor:
-    """Float64 [R, 2 + 1 + 2 T + A]: token, suffices, its logprob, the T most likely ids and their logprobs.
+    """Return float64 [R, 2 + 1 + 2 T + A]: token, suffices, its logprob, the T most likely ids and their logprobs.
 
-    Behind them stand the logprobs of the ids that rows ask for, of at most A each.
+    The logprobs of the ids requested by rows follow, at most A each.
     """
     columns = [tokens[:, None], torch.ones_like(tokens)[:, None] if suffices is None else suffices[:, None]]
     wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
@@ -218,7 +218,7 @@ def _pack(
 
 
 def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """Return the ids that rows ask log probabilities of, int64 [R, A], filled up with zeros."""
+    """Return the ids whose log probabilities the rows request, int64 [R, A], filled with zeros."""
     ids = np.zeros((len(rows), max(len(row.params.logprob_token_ids) for row in rows)), dtype=np.int64)
     for line, row in zip(ids, rows, strict=True):
         line[: len(row.params.logprob_token_ids)] = row.params.logprob_token_ids

@@ -1,24 +1,24 @@
-"""What one step feeds the model: flat tokens of many sequences, and where their KV lies.
+"""Model input of one step: flat tokens of many sequences, and the places of their KV.
 
 Built from plain numbers by `build_forward_batch`; the model and the attention backend only read it.
 
-Worked example, blocks of 4 tokens. Sequence A (blocks 7, 2) has 5 tokens cached and computes its 6th and 7th;
-sequence B (block 9) decodes its 3rd token. Then ``token_ids`` has 3 entries, ``positions`` = [5, 6, 2], and the
-places in the cache are block 2 offsets 1 and 2, block 9 offset 2. Logits are wanted for rows 1 and 2.
+Worked example, blocks of 4 tokens. Sequence A (blocks 7, 2) has 5 tokens cached and computes its 6th and 7th; sequence
+B (block 9) decodes its 3rd token. Then ``token_ids`` has 3 entries, ``positions`` = [5, 6, 2], and the places in the
+cache are block 2 offsets 1 and 2, block 9 offset 2. Logits are computed for rows 1 and 2.
 
 Lanes (`tanghulu.workers.compute.lanes`) wait for each other where a sequence was cut in two: it attends to its own
-earlier half. Rows of a step meet nowhere but in attention, and there the later rows of a sequence see the earlier ones
-and not the other way round. So a lane waits, layer by layer, until the lane before has written its K and V, and for
-nothing else (`LaneTurn`); the first never waits.
+earlier half. Rows of a step meet only in attention, where the later rows of a sequence see the earlier ones and not the
+other way round. So a lane waits only, layer by layer, until the previous lane has written its K and V (`LaneTurn`); the
+first never waits.
 
 A step in which every sequence decodes one token is one tensor of static shape (`decode_batch`). Shapes are rounded up
-to powers of two, so that a few captured graphs (`cuda_graphs`) serve all steps. What fills up is harmless: a filling
-row is a sequence of one token in the scratch block, which nobody else reads; a filling column names the scratch block,
+to powers of two, so that a few captured graphs (`cuda_graphs`) serve all steps. The filling is harmless: a filling row
+is a sequence of one token in the scratch block, which is read by nobody else; a filling column names the scratch block,
 and the mask hides it.
 
 The tensor is int64 [sequences, 2 + blocks]: token, position, block table. All else follows from it on the device, so a
 step uploads nothing more. Worked example, blocks of 4 tokens, scratch block 50: sequence A (blocks 7, 2) decodes its
-7th token 11, B (block 9) its 3rd token 12, C (blocks 4, 5, 6) its 9th token 13. Filled up to 4 sequences of 4 blocks:
+7th token 11, B (block 9) its 3rd token 12, C (blocks 4, 5, 6) its 9th token 13. Filled to 4 sequences of 4 blocks:
 
     [[11, 6, 7, 2, 50, 50],
      [12, 2, 9, 50, 50, 50],
@@ -43,7 +43,7 @@ from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 
 
 class LaneGate:
-    """Counts the layers of K and V that a lane has written; the next lane waits here."""
+    """Counts the layers of K and V written by a lane; the next lane waits here."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -51,19 +51,19 @@ class LaneGate:
         self._ended = False
 
     def open(self, layer: int) -> None:
-        """Say that the layers up to and including ``layer`` are written."""
+        """Mark the layers up to and including ``layer`` as written."""
         with self._changed:
             self._num_written = layer + 1
             self._changed.notify()
 
     def end(self) -> None:
-        """Say that the lane will write nothing more."""
+        """Mark that the lane will write nothing more."""
         with self._changed:
             self._ended = True
             self._changed.notify()
 
     def wait(self, layer: int) -> None:
-        """Wait until ``layer`` is written; raises RuntimeError if the lane before ended without writing it."""
+        """Wait until ``layer`` is written; raises RuntimeError if the previous lane ended without writing it."""
         with self._changed:
             while self._num_written <= layer:
                 if self._ended:
@@ -72,20 +72,20 @@ class LaneGate:
 
 
 class LaneTurn:
-    """A lane's place among its neighbours: the gate it waits at and the one it opens, each if there is one."""
+    """A lane's place among its neighbours: the gate at which it waits and the one it opens, if any."""
 
     def __init__(self, before: LaneGate | None, after: LaneGate | None) -> None:
         self._before, self._after = before, after
 
     def written(self, layer: int) -> None:
-        """Say that the lane wrote K and V of ``layer``; returns when the lanes before have written theirs."""
+        """Mark K and V of ``layer`` as written by the lane; returns when the previous lanes have written theirs."""
         if self._before is not None:
             self._before.wait(layer)
         if self._after is not None:
             self._after.open(layer)
 
     def end(self) -> None:
-        """Say that the lane is done or failed, so that the next one does not wait for it."""
+        """Mark the lane as done or failed, so that the next one does not wait for it."""
         if self._after is not None:
             self._after.end()
 
@@ -94,9 +94,9 @@ class LaneTurn:
 class SequenceChunk:
     """The run of tokens ``start .. start+len(token_ids)`` of one sequence that a step computes.
 
-    ``block_ids`` covers the sequence from its first token to at least the end of the run. ``wants_logits``
-    asks for the logits of the run's last token and of the ``num_more_logits`` before it. ``scores`` are to be filled in
-    from the logits of those of its tokens that stand in front of a scored one.
+    ``block_ids`` covers the sequence from its first token to at least the end of the run. ``wants_logits`` requests the
+    logits of the run's last token and of the ``num_more_logits`` before it. ``scores`` are to be filled in from the
+    logits of those of its tokens that precede a scored one.
     """
 
     token_ids: Sequence[int] | np.ndarray
@@ -124,7 +124,7 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """Where the KV of a batch of decodes lies, one token a sequence, all of it on the device.
+    """Places of the KV of a batch of decodes, one token per sequence, all on the device.
 
     ``tables`` int64 [N, width], the blocks of each sequence and then any others; ``contexts`` int64 [N], its tokens.
     """
@@ -135,12 +135,12 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The tensors of a step of N tokens of S sequences, of which L logits are wanted.
+    """Tensors of a step of N tokens of S sequences, with L requested logits.
 
-    ``token_ids`` and ``positions``: int64 [N]. ``blocks`` and ``offsets``: int64 [N], the block that each
-    token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the tokens. A batch of
-    static shape (`decode_batch`) has ``decodes`` instead of ``spans``. One that is a lane of a step has its ``turn``.
-    The logits of ``scored`` rows give log probabilities of prompts.
+    ``token_ids`` and ``positions``: int64 [N]. ``blocks`` and ``offsets``: int64 [N], the block of each token's KV and
+    its place inside. ``logit_rows``: int64 [L], in the order of the tokens. A batch of static shape (`decode_batch`)
+    has ``decodes`` instead of ``spans``. A lane of a step has its ``turn``. The logits of ``scored`` rows give log
+    probabilities of prompts.
     """
 
     token_ids: torch.Tensor
@@ -192,7 +192,7 @@ def build_forward_batch(
 
 
 def _scored_rows(chunk: SequenceChunk, first_row: int) -> ScoredRows | None:
-    """Return the rows of ``chunk``, which begins at ``first_row``, that give some of its scores."""
+    """Return the rows of ``chunk``, beginning at ``first_row``, that yield some of its scores."""
     scores = chunk.scores
     if scores is None:
         return None
@@ -203,13 +203,13 @@ def _scored_rows(chunk: SequenceChunk, first_row: int) -> ScoredRows | None:
     return ScoredRows(first_row + first - 1 - chunk.start, part)
 
 
-#: The narrowest table: fewer blocks cost nothing to hide, and every width is a graph of its own.
+#: Narrowest table: hiding a few unused columns costs nothing, while every width is a graph of its own.
 MIN_BLOCKS = 4
 _NUM_FIELDS = 2
 
 
 class DecodeShape(NamedTuple):
-    """The shape of a batch of decodes: its number of sequences, and of blocks of each."""
+    """Shape of a batch of decodes: its number of sequences, and of blocks of each."""
 
     num_sequences: int
     num_blocks: int
@@ -226,14 +226,14 @@ class DecodeShape(NamedTuple):
 
 
 def is_decode(chunks: Sequence[SequenceChunk]) -> bool:
-    """Return whether every sequence computes one token and wants its logits."""
+    """Return whether every sequence computes one token and requests its logits."""
     return all(len(chunk.token_ids) == 1 and chunk.wants_logits and chunk.scores is None for chunk in chunks)
 
 
 def pack_decodes(
     chunks: Sequence[SequenceChunk], shape: DecodeShape, block_tokens: int, scratch: int
 ) -> npt.NDArray[np.int64]:
-    """Lay ``chunks`` (`is_decode`) as rows into an array of ``shape``, filled up with block ``scratch``."""
+    """Pack ``chunks`` (`is_decode`) as rows into an array of ``shape``, filled with block ``scratch``."""
     packed = np.zeros(shape.packed, dtype=np.int64)
     packed[:, _NUM_FIELDS:] = scratch
     for row, chunk in zip(packed, chunks, strict=False):
@@ -244,7 +244,7 @@ def pack_decodes(
 
 
 def decode_batch(packed: torch.Tensor, block_tokens: int) -> ForwardBatch:
-    """Make the batch that ``packed`` describes, by operations on its device alone. Logits of all rows are wanted."""
+    """Make the batch of ``packed``, by operations on its device alone. Logits of all rows are computed."""
     token_ids, positions, tables = packed[:, 0], packed[:, 1], packed[:, _NUM_FIELDS:]
     blocks = tables.gather(1, (positions // block_tokens)[:, None])[:, 0]
     return ForwardBatch(
@@ -259,5 +259,5 @@ def decode_batch(packed: torch.Tensor, block_tokens: int) -> ForwardBatch:
 
 
 def _power_of_two(count: int) -> int:
-    """The least power of two that is at least ``count``."""
+    """Return the least power of two that is at least ``count``."""
     return 1 << (count - 1).bit_length()

@@ -1,14 +1,14 @@
 """The paged KV cache as tensors, in the shapes that models compute with: in main memory or on a GPU.
 
-In main memory they are the same bytes as `kv_layout.KvMemory`, which transfers read and write in place. On a GPU bytes
-come and go through pinned memory (`kv.staging`). Inside a block each layer is one contiguous range, so that layers can
-be used as they arrive.
+In main memory they are the same bytes as `kv_layout.KvMemory`, which transfers read and write in place. On a GPU, bytes
+are transferred through pinned memory (`kv.staging`). Inside a block each layer is one contiguous range, so that layers
+can be used as they arrive.
 
 K and V of a token become elements of the cache (`to_rows`), and come back (`from_rows`), rounded to its type, or in
 int8 with a scale. In int8 each head of each token has a scale of its own, its largest magnitude / 127, which follows
-its values in the cache (`KvLayout`). So a row hangs on nothing but its token: whatever is computed beside it, it is the
-same bytes. A value comes back within half a scale. A row with a value that is not finite comes back as NaN throughout:
-what overflowed is not hidden. Worked example, a head of four values:
+its values in the cache (`KvLayout`). So a row depends only on its token: its bytes are the same whatever is computed
+beside it. A value comes back within half a scale. A row with a non-finite value comes back as all NaN: overflow is not
+hidden. Worked example, a head of four values:
 
     .5, -2.54, 0, 1.273  ->  scale 2.54 / 127 = .02  ->  25, -127, 0, 64  ->  .5, -2.54, 0, 1.28
 """
@@ -23,7 +23,7 @@ from tanghulu.workers.engine.kv_layout import SCALE_BYTES, KvBlocks, KvLayout, K
 
 
 class KvTensors(Protocol):
-    """What attention reads and writes.
+    """The tensors that attention reads and writes.
 
     ``blocks`` [num_blocks, *layout.part_shape], one part of each, and ``rows`` [-1, kv_heads, head_items], all parts,
     of the same memory: elements as `to_rows` makes and `from_rows` reads them.
@@ -34,10 +34,10 @@ class KvTensors(Protocol):
     rows: torch.Tensor
 
     def row_stride(self) -> int:
-        """Rows of ``rows`` from one block to the next."""
+        """Return the rows of ``rows`` from one block to the next."""
 
     def row_of(self, layer: int, kv: int) -> int:
-        """First row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""
+        """Return the first row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""
 
 
 class KvCache(KvMemory):
@@ -60,10 +60,10 @@ class KvCache(KvMemory):
 
 
 class DeviceKvCache(KvBlocks):
-    """`KvTensors` of this process's own part, in memory of ``device``'s own, zeroed.
+    """`KvTensors` of this process's own part, in memory of ``device``, zeroed.
 
-    ``memory`` uint8 [num_blocks + 1, part_bytes] is the same memory as bytes. The block behind the last, ``scratch``,
-    belongs to nobody: rows that only fill up a batch are written there, and read from there.
+    ``memory`` uint8 [num_blocks + 1, part_bytes] is the same memory as bytes. The block after the last, ``scratch``, is
+    unowned: the filling rows of a batch are written to it and read from it.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
@@ -82,12 +82,12 @@ class DeviceKvCache(KvBlocks):
 
 
 _LEVELS = 127
-#: A row's largest magnitude counts as at least this, so that scales are normal numbers; rows of far less are zero.
+#: Lower bound of a row's largest magnitude, so that scales are normal numbers; rows of far less are zero.
 LEAST_MAGNITUDE = 1e-30
 
 
 def to_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bring ``values`` [..., head_dim] into a cache of ``dtype``: returns [..., `KvLayout.head_items`]."""
+    """Convert ``values`` [..., head_dim] to a cache of ``dtype``: returns [..., `KvLayout.head_items`]."""
     if dtype != torch.int8:
         return values.to(dtype)
     values = values.float()
@@ -96,9 +96,9 @@ def to_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what ``rows`` [..., head_items] of a cache hold, as ``dtype`` [..., head_dim]; not a copy if it is theirs.
+    """Return the content of ``rows`` [..., head_items] of a cache as ``dtype`` [..., head_dim], copied if needed.
 
-    In int8 rows must lie as they do in the cache: their scales are read in place.
+    In int8, rows must lie as they do in the cache: their scales are read in place.
     """
     if rows.dtype != torch.int8:
         return rows.to(dtype)
@@ -107,7 +107,7 @@ def from_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gathered_item_bytes(kept: torch.dtype, computed: torch.dtype) -> int:
-    """Bytes that attention needs at a time for each value that it gathers from a cache of ``kept`` as ``computed``."""
+    """Return the bytes that attention needs at a time per value gathered from a cache of ``kept`` as ``computed``."""
     if kept == computed:
         return kept.itemsize
     between = torch.float32.itemsize if kept == torch.int8 and computed != torch.float32 else 0

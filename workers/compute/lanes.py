@@ -1,9 +1,9 @@
-"""A large step on several threads: each takes a share of the rows through the whole model, a lane a thread.
+"""A large step on several threads: each takes a share of the rows through the whole model, one lane per thread.
 
-The usual way gives every product to all threads, which then meet some two hundred times a step, and leaves what lies
-between the products to one of them. But the rows of a step are independent save in attention, where the later rows of
-a sequence see the earlier. So the step is cut into runs of rows of equal work, and each run is a step of its own on
-one thread, which at every layer waits for the K and V of the lane before and for nothing else (`LaneTurn`).
+The usual way gives every product to all threads, which then meet some two hundred times a step, and leaves the work
+between the products to one of them. But the rows of a step are independent except in attention, where the later rows of
+a sequence see the earlier. So the step is cut into runs of rows of equal work, and each run is a step of its own on one
+thread, which waits only, at every layer, for the K and V of the previous lane (`LaneTurn`).
 
 Worked example: two prompts of 300 tokens on two threads, where attending to 2,000 tokens costs as much as all the rest
 of a row. Row i of a prompt costs 1 + i / 2000, a prompt 322.6; the cut at half of the sum falls between the prompts,
@@ -25,16 +25,16 @@ from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.weights.model_config import ModelConfig
 
-#: A lane of fewer rows reads the weights for too little.
+#: Fewest rows of a lane; one with fewer reads the weights for too little.
 LEAST_ROWS = 32
-#: Lanes of a step at most; with more threads each lane has several.
+#: Most lanes of a step; with more threads each lane has several.
 MOST_LANES = 64
-#: What attention reaches of the products' speed: measured for SmolLM2, 53 of 75 GFLOP/s.
+#: Speed of attention as a share of the products': measured for SmolLM2, 53 of 75 GFLOP/s.
 _ATTENTION_SPEED = 0.7
 
 
 def context_like_row(config: ModelConfig) -> float:
-    """Estimate the context at which attention takes as long as the rest of a row, by counting multiplications."""
+    """Estimate, by counting multiplications, the context at which attention takes as long as the rest of a row."""
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rest = config.hidden * (2 * width + 2 * kv_width) + config.active_mlp_elements / config.num_layers
     return rest / (2 * width) * _ATTENTION_SPEED
@@ -43,11 +43,11 @@ def context_like_row(config: ModelConfig) -> float:
 def cut_lanes(chunks: Sequence[SequenceChunk], num_lanes: int, row_context: float) -> list[list[SequenceChunk]]:
     """Cut ``chunks`` into at most ``num_lanes`` runs of rows of equal work, in their order, none empty.
 
-    ``row_context``: see `context_like_row`. A sequence's logits are wanted of the lanes with its last rows.
+    ``row_context``: see `context_like_row`. A sequence's logits are computed by the lanes with its last rows.
     """
     contexts = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]) + 1.0
     work = 1.0 + contexts / row_context
-    done = np.cumsum(work)  # a row goes to the lane in whose share its middle lies
+    done = np.cumsum(work)  # a row goes to the lane whose share holds its middle
     cuts = np.searchsorted(done - work / 2, done[-1] * np.arange(1, num_lanes) / num_lanes).tolist()
     bounds = sorted({0, *cuts, len(work)})
     return [_between(chunks, first, end) for first, end in pairwise(bounds)]
@@ -86,9 +86,9 @@ def _continues(chunk: SequenceChunk, following: SequenceChunk) -> bool:
 
 
 class LanedForward:
-    """The forward pass of ``model`` over ``cache``, on as many threads as the caller may use (torch's setting).
+    """Forward pass of ``model`` over ``cache``, on as many threads as the caller may use (torch's setting).
 
-    ``most_lanes`` bounds the lanes: 1 where the model's ranks must meet in one order. Only one thread may call.
+    ``most_lanes`` bounds the lanes: 1 where the model's ranks must meet in one order. Only one thread may call it.
     """
 
     def __init__(self, model: Model, cache: KvTensors, most_lanes: int = MOST_LANES) -> None:
@@ -98,7 +98,7 @@ class LanedForward:
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """Compute the wanted logits, float32 [L, vocab], in the order of ``chunks``; write their KV to the cache."""
+        """Compute the requested logits, float32 [L, vocab], in the order of ``chunks``; write their KV to the cache."""
         threads = torch.get_num_threads()
         num_rows = sum(len(chunk.token_ids) for chunk in chunks)
         num_lanes = min(threads, self._most_lanes, num_rows // LEAST_ROWS)
@@ -118,7 +118,7 @@ class LanedForward:
         return torch.cat([*logits, *(future.result() for future in futures)])
 
     def _lane(self, chunks: Sequence[SequenceChunk], turn: LaneTurn, threads: int) -> torch.Tensor:
-        torch.set_num_threads(threads)  # of the products that this thread starts
+        torch.set_num_threads(threads)  # for the products started by this thread
         try:
             batch = build_forward_batch(chunks, self._cache.layout.block_tokens, turn=turn)
             return self._model.forward(batch, self._cache)

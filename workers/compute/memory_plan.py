@@ -1,10 +1,10 @@
-"""How much memory a torch worker will take, planned before it loads, so that it refuses instead of being killed.
+"""Memory needs of a torch worker, planned before it loads, so that it refuses instead of being killed.
 
-On a GPU the plan is of one rank's device; pinned memory on the host comes beside it. Pure but for `available_bytes`.
-Weights that are asked for as float32 and lie in half form (`linear`) take half of what is planned for them; only
-reading them shows whether they do. Weights in two forms, bfloat16's where a CPU multiplies it, take as much as
-float32; where that does not fit the worker keeps one. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB
-(the embedding and its packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
+On a GPU the plan is for one rank's device; pinned memory on the host is additional. Pure but for `available_bytes`.
+Weights requested as float32 and kept in half form (`linear`) take half of what is planned for them; only reading them
+shows whether they do. Weights in two forms, bfloat16's where a CPU multiplies it, take as much as float32; if that does
+not fit, the worker keeps one. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding and its
+packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class MemoryPlan:
     ) -> MemoryPlan:
         """Plan for steps of at most ``num_batched_tokens`` tokens and ``num_seqs`` sequences.
 
-        ``stored_item_bytes`` is an element of the embedding, ``computed_item_bytes`` of what is
-        multiplied, in all its forms.
+        ``stored_item_bytes`` is the size of an element of the embedding, ``computed_item_bytes`` of the multiplied
+        weights, in all their forms.
         """
         vocabulary = config.vocab * config.hidden
         weights = _layers_elements(config) * computed_item_bytes
@@ -73,18 +73,18 @@ class MemoryPlan:
         has_masks: bool,
         num_ranks: int = 1,
     ) -> MemoryPlan:
-        """The plan of one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
+        """Plan for one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
 
         A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies, at
-        ``gathered_item_bytes`` for each number; ``has_masks`` says that it makes a mask for each query. One block
-        more than asked for takes what fills up batches.
+        ``gathered_item_bytes`` per number; ``has_masks``: it makes a mask for each query. One block beyond those
+        requested serves the filling of batches.
         """
         vocabulary = config.vocab * config.hidden * item_bytes
         heads = 0 if config.tie_embeddings else vocabulary // num_ranks
         layers = _layers_elements(config) * item_bytes // num_ranks
         widest = 4 * config.hidden + (3 * config.num_heads * config.head_dim + config.mlp_row_elements) // num_ranks
         gathered = 2 * max(gathered_tokens, config.max_context) * config.num_kv_heads * config.head_dim // num_ranks
-        # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes for each token.
+        # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes per token.
         sampling = 10 * 2 * _FLOAT32 * num_seqs * config.vocab
         workspace = num_batched_tokens * widest * _FLOAT32 + gathered * gathered_item_bytes + sampling
         if has_masks:
@@ -115,7 +115,7 @@ class MemoryPlan:
 
 
 def _rotary_bytes(config: ModelConfig) -> int:
-    """The cosines and sines of all positions, of layers with a window apart."""
+    """Return the bytes of the cosines and sines of all positions, of layers with a window separately."""
     return (1 if config.sliding is None else 2) * 2 * config.max_context * config.head_dim * _FLOAT32
 
 
@@ -125,7 +125,7 @@ def _layers_elements(config: ModelConfig) -> int:
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """Return the bytes that the kernel would give without swapping; None where it does not say."""
+    """Return the bytes that the kernel would give without swapping; None if it does not report it."""
     try:
         text = meminfo.read_text(encoding="ascii")
     except OSError:

@@ -1,7 +1,7 @@
-"""Log probabilities of prompt tokens out of a forward pass, a few rows of logits at a time.
+"""Log probabilities of prompt tokens from a forward pass, a few rows of logits at a time.
 
 The logits of a whole run of a prompt would be gigabytes (8,192 tokens of a vocabulary of 128,000: 4 GB). So the model's
-head is applied to ``MAX_LOGITS`` values at a time, of which only what was asked for is kept.
+head is applied to ``MAX_LOGITS`` values at a time, of which only the requested ones are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 
-#: Logits that are in memory at one time, 16 MiB; at least those of one row.
+#: Most logits in memory at a time, 16 MiB; at least those of one row.
 MAX_LOGITS = 4 << 20
 
 
@@ -30,7 +30,7 @@ class ScoredRows:
 def score(
     scored: Sequence[ScoredRows], logits_of: Callable[[torch.Tensor], torch.Tensor], vocab: int, device: torch.device
 ) -> None:
-    """Fill in all scores. ``logits_of`` gives the logits of rows, int64 [n], as float32 [n, vocab].
+    """Fill in all scores. ``logits_of`` returns the logits of rows, int64 [n], as float32 [n, vocab].
 
     Ranks other than 0 get no logits and fill in nothing, but compute their share of them.
     """
@@ -46,7 +46,7 @@ def score(
 
 def _fill(scores: PromptScoreArrays, logits: torch.Tensor) -> None:
     device = logits.device
-    values = logits.log_softmax(dim=-1)  # as of generated tokens: the same bits
+    values = logits.log_softmax(dim=-1)  # as for generated tokens: the same bits
     targets = upload(scores.targets.astype(np.int64)[:, None], device)
     scores.logprobs[:] = values.gather(1, targets)[:, 0].cpu().numpy()
     scores.ranks[:] = ((logits > logits.gather(1, targets)).sum(dim=-1) + 1).cpu().numpy()

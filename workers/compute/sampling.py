@@ -1,9 +1,9 @@
-"""From logits to tokens: penalties, bias, grammar, temperature, top-k, top-p, min-p, and a draw that can be repeated.
+"""From logits to tokens: penalties, bias, grammar, temperature, top-k, top-p, min-p, and a repeatable draw.
 
-The draw for a request's n-th generated token is a function of (seed, n) alone: u = hash(seed, n) in [0, 1),
-and the token is the first at which the cumulative probability exceeds u. No generator has a state, so the
-same seed gives the same text whatever else is in the batch, after a preemption, and on the worker to which a
-request migrates. Greedy rows (temperature 0) are an exact argmax and draw nothing.
+The draw for a request's n-th generated token is a function of (seed, n) alone: u = hash(seed, n) in [0, 1), and the
+token is the first at which the cumulative probability exceeds u. No generator has state, so the same seed gives the
+same text whatever else is in the batch, after a preemption, and on the worker to which a request migrates. Greedy rows
+(temperature 0) are an exact argmax and draw nothing.
 
 Example: probabilities 0.5, 0.3, 0.2 and u = 0.6 give the second token. With top_p 0.7 the third is cut off,
 0.8 remains, and the draw compares 0.6 x 0.8 = 0.48 with 0.5: the first.
@@ -26,14 +26,14 @@ from tanghulu.workers.engine.grammar import Grammar
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step_result import Sampled
 
-#: top-p alone looks at this many of the most likely tokens first and sorts all only if they do not suffice.
+#: Most likely tokens that top-p alone tries first; it sorts all only if they do not suffice.
 _NUCLEUS_FIRST = 512
 _UNIT = 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What one request's draw depends on. ``tokens`` uint32: its sequence, of which ``num_prompt`` are prompt."""
+    """Inputs of one request's draw. ``tokens`` uint32: its sequence, of which ``num_prompt`` are prompt."""
 
     params: Sampling
     tokens: npt.NDArray[np.uint32]
@@ -43,7 +43,7 @@ class SamplingRow:
 
     @classmethod
     def of(cls, request: EngineRequest) -> SamplingRow:
-        """The row of ``request``'s next token."""
+        """Return the row of ``request``'s next token."""
         return cls(
             request.sampling,
             request.sequence.tokens,
@@ -54,7 +54,7 @@ class SamplingRow:
 
     @classmethod
     def behind(cls, request: EngineRequest, draft: tuple[int, ...]) -> SamplingRow:
-        """The row of the token behind ``draft``, if that is what follows; ``request`` has no grammar."""
+        """Return the row of the token after ``draft``, if that follows; ``request`` has no grammar."""
         tokens = request.sequence.tokens
         return cls(
             request.sampling,
@@ -70,14 +70,14 @@ class SamplingRow:
 
 
 def unit_uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) with which a request of ``seed`` draws its ``position``-th generated token."""
+    """Return the number in [0, 1) with which a request of ``seed`` draws its ``position``-th generated token."""
     digest = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed & (2**64 - 1), position), seed=0x7A6E)
     return (digest >> 11) * _UNIT
 
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """Draw one token a row. ``logits`` float32 [rows, vocab]; not changed."""
+    """Draw one token per row. ``logits`` float32 [rows, vocab]; not changed."""
     assert len(logits) == len(rows)
     adjusted = _adjusted(logits, rows)
     tokens: list[int] = adjusted.argmax(dim=-1).tolist()
@@ -92,7 +92,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits after penalties, bias and bans; the tensor itself if no row has any."""
+    """Return the logits after penalties, bias and bans; the tensor itself if no row has any."""
     if not any(map(touches, rows)):
         return logits
     logits = logits.clone()
@@ -109,12 +109,12 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
 
 
 def touches(row: SamplingRow) -> bool:
-    """Return whether the row's logits are not sampled as they are."""
+    """Return whether the row's logits are changed before sampling."""
     return bool(row.params.has_penalties or row.params.logit_bias or row.banned or row.grammar is not None)
 
 
 def forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
-    """What the grammar does not allow next, and what is banned, unless nothing else may follow: a flag a token.
+    """Return a flag per token, for those barred by the grammar, or banned, unless nothing else may follow.
 
     None without a grammar, and for a text that left it (it was not made under it) and cannot be brought back.
     """
@@ -128,14 +128,14 @@ def forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
 
 
 def costs_of_output(row: SamplingRow) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens of the output and what presence and frequency penalties (OpenAI's) take from their logits."""
+    """Return the tokens of the output and the presence and frequency penalties (OpenAI's) of their logits."""
     ids, counts = np.unique(row.tokens[row.num_prompt :], return_counts=True)
     costs = row.params.presence_penalty + row.params.frequency_penalty * counts
     return ids.astype(np.int64), costs.astype(np.float32)
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Repetition (CTRL, over prompt and output), presence and frequency (over output), in place."""
+    """Apply repetition (CTRL, over prompt and output), presence and frequency penalties (over output), in place."""
     params = row.params
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(row.tokens).astype(np.int64))
@@ -148,7 +148,7 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def draw_one(logits: torch.Tensor, params: Sampling, uniform: float) -> int:
-    """One token of one row. float64, so that a cumulative sum over a whole vocabulary stays exact enough."""
+    """Draw one token of one row. In float64, so that a cumulative sum over a whole vocabulary stays exact enough."""
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
     probabilities = torch.softmax((logits - logits.max()).double() / params.temperature, dim=-1)
     ids: torch.Tensor | None = None
@@ -165,8 +165,8 @@ def draw_one(logits: torch.Tensor, params: Sampling, uniform: float) -> int:
 
 
 def _nucleus(probabilities: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest set of most likely tokens whose share is at least ``top_p``, best first."""
-    total = probabilities.cumsum(dim=-1)[-1]  # in one order, where a sum's follows from the number of threads
+    """Return the smallest set of most likely tokens whose share is at least ``top_p``, best first."""
+    total = probabilities.cumsum(dim=-1)[-1]  # in a fixed order; that of a sum depends on the number of threads
     if ids is None:
         best, ids = probabilities.topk(min(_NUCLEUS_FIRST, len(probabilities)))
         if best.sum() < top_p * total:

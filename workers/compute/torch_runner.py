@@ -1,4 +1,4 @@
-"""The computing half of the engine in torch: forward pass over the paged cache, then sampling."""
+"""Computing half of the engine in torch: forward pass over the paged cache, then sampling."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tanghulu.workers.engine.step_result import Sampled
 class TorchRunner:
     """A `ModelRunner` of ``model``, with ``kv_capacity_bytes`` of cache laid out in ``cache_buffer`` (or own memory).
 
-    ``kv_dtype`` is as ``--kv-dtype`` names it. ``num_parts`` tensor-parallel ranks share the model, of which this is
-    rank 0; ``announce`` tells the others every step's token runs. Raises ConfigError with the figures if not even one
-    block fits.
+    ``kv_dtype`` is as in ``--kv-dtype``. ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0;
+    ``announce`` sends every step's token runs to the others. Raises ConfigError with the figures if not even one block
+    fits.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TorchRunner:
 
 
 def chunk_of(run: ScheduledRun, vocab: int) -> SequenceChunk:
-    """What the model is fed for ``run``."""
+    """Return the model's input for ``run``."""
     request = run.request
     tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
     if run.draft:
@@ -76,7 +76,7 @@ def chunk_of(run: ScheduledRun, vocab: int) -> SequenceChunk:
 
 
 def rows_of(plan: StepPlan) -> list[SamplingRow]:
-    """The draws of a step, in the order of the logits that `chunk_of` its runs gives."""
+    """Return the draws of a step, in the order of the logits that `chunk_of` of its runs gives."""
     rows: list[SamplingRow] = []
     for run in plan.runs:
         if run.samples:
@@ -86,5 +86,5 @@ def rows_of(plan: StepPlan) -> list[SamplingRow]:
 
 
 def scores_of(chunks: Sequence[SequenceChunk]) -> tuple[PromptScoreArrays, ...]:
-    """The log probabilities of prompts that computing ``chunks`` has filled in."""
+    """Return the log probabilities of prompts filled in by computing ``chunks``."""
     return tuple(chunk.scores for chunk in chunks if chunk.scores is not None)

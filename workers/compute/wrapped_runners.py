@@ -1,4 +1,4 @@
-"""Runners around another runner: they show its shape, and change how its steps are run.
+"""Runners around another runner: they have its shape, and change how its steps are run.
 
 `ThreadedRunner` picks the number of CPU threads of each step; `ProfiledRunner` traces the first steps with torch's
 profiler, for chrome://tracing or Perfetto.
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 class WrappedRunner:
-    """A `ModelRunner` around ``runner``, but for `run`, which subclasses bring."""
+    """A `ModelRunner` around ``runner``, except `run`, which subclasses define."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -41,11 +41,11 @@ class ThreadedRunner(WrappedRunner):
         self._threads = 0  # not set in the calling thread yet
 
     def run(self, plan: StepPlan) -> Computed:
-        """Run the step on as many threads as have proved best for steps of its size."""
+        """Run the step on the number of threads that has proved best for steps of its size."""
         num_tokens = plan.num_tokens + plan.num_drafted
         threads = self.choice.threads(num_tokens)
         if threads != self._threads:
-            torch.set_num_threads(threads)  # of the products that this thread starts from now on
+            torch.set_num_threads(threads)  # for the products that this thread starts from now on
             self._threads = threads
         computed = self._runner.run(plan)
         self.choice.took(num_tokens, computed.forward_s)
@@ -56,7 +56,7 @@ class ThreadedRunner(WrappedRunner):
 
 
 class ProfiledRunner(WrappedRunner):
-    """Traces the first ``num_steps`` steps of ``runner``, and no later ones; writes the trace to ``path``."""
+    """Traces only the first ``num_steps`` steps of ``runner``; writes the trace to ``path``."""
 
     def __init__(self, runner: ModelRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
         super().__init__(runner)
@@ -65,7 +65,7 @@ class ProfiledRunner(WrappedRunner):
         self._profiler: profile | None = None
 
     def run(self, plan: StepPlan) -> Computed:
-        """Forward and sample, traced while steps are left."""
+        """Forward and sample, tracing the first steps."""
         if self._left == 0:
             return self._runner.run(plan)
         if self._profiler is None:
@@ -79,7 +79,7 @@ class ProfiledRunner(WrappedRunner):
         return computed
 
     def _write(self, profiler: profile) -> None:
-        """Write the trace; if that fails, the log says so and requests go on."""
+        """Write the trace; if that fails, it is logged and requests continue."""
         profiler.stop()
         self._profiler = None
         try:

@@ -1,24 +1,24 @@
-"""Who holds which block of the KV cache, and which blocks can be found again by their hash.
+"""Ownership of the KV cache's blocks, and the index that finds them by their hash.
 
 Owns numbers only: reference counts, the free list, the prefix cache and its order of eviction. It never sees the
 bytes; the request that allocates a block writes it.
 
-A block is in exactly one of four conditions:
+A block is in exactly one of four states:
 
-* *free*: on the free list, its content means nothing;
-* *in use*: referenced by requests, exports or running writes to the store; it may also be committed, and is
-  then shared by everyone whose prompt begins alike;
-* *in transfer*: in use, and a transfer writes into it: nobody may match or read it before it has arrived;
-* *cached*: referenced by nobody, committed under its hash, waiting to be matched or evicted.
+* *free*: on the free list, its content is meaningless;
+* *in use*: referenced by requests, exports or running writes to the store; it may also be committed, and is then shared
+  by all requests with the same prefix;
+* *in transfer*: in use, and a transfer writes into it: it must not be matched or read before it has arrived;
+* *cached*: unreferenced, committed under its hash, waiting to be matched or evicted.
 
-Which cached block goes first is an eviction policy's business, the same classes that the store's nodes have. It learns
-of a use when a request gives its blocks back. Prefixes hang together: block i of a prompt is worth nothing without
-blocks 0..i-1. So a request's blocks are released tail first, and under LRU a leaf always goes before the prefix it
-stands on. Example: blocks 5, 8, 2 of a finished prompt are released; the order is 2, 8, 5, and the next allocation that
-finds no free block evicts 2, the tail. (Sharing by chained hash is vLLM's scheme, https://arxiv.org/abs/2309.06180.)
+An eviction policy, of the same classes as the store's nodes have, decides which cached block is evicted first. It
+records a use when a request gives its blocks back. Prefixes belong together: block i of a prompt is worthless without
+blocks 0..i-1. So a request's blocks are released tail first, and under LRU a leaf is always evicted before its prefix.
+Example: blocks 5, 8, 2 of a finished prompt are released; the order is 2, 8, 5, and the next allocation that finds no
+free block evicts 2, the tail. (Sharing by chained hash is vLLM's scheme, https://arxiv.org/abs/2309.06180.)
 
-The default learns how long what was used comes back. Where 16 prefixes of 115 blocks each come in random order, every
-one with a new tail of 13, in a pool of 2,048, LRU keeps yesterday's tails and finds 75 % of the blocks, this 78 to 81.
+The default policy learns the time between uses. With 16 prefixes of 115 blocks each in random order, every one with a
+new tail of 13, in a pool of 2,048, LRU keeps old tails and finds 75 % of the blocks, this one 78 to 81.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEFAULT_EVICTION = "reuse"
 
 
 class KvEventKind(Enum):
-    """What happened to a hash in this worker's prefix cache."""
+    """Event of a hash in this worker's prefix cache."""
 
     STORED = "stored"
     REMOVED = "removed"
@@ -52,13 +52,13 @@ class KvEvent(Struct, frozen=True):
 class BlockPool:
     """The blocks ``0 .. num_blocks-1``. Every method is O(blocks named), amortised; none blocks or does I/O.
 
-    ``eviction`` names a policy of ``tanghulu.eviction``; InvalidRequest if there is none of that name.
+    ``eviction`` names a policy of ``tanghulu.eviction``; InvalidRequest for an unknown one.
     """
 
     def __init__(self, num_blocks: int, eviction: str = DEFAULT_EVICTION) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._order: Policy = make_policy(eviction)  # of the committed blocks that were given back at least once
+        self._order: Policy = make_policy(eviction)  # of the committed blocks given back at least once
         self._references = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -73,17 +73,17 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody references and that can still be matched."""
+        """Unreferenced blocks that can still be matched."""
         return len(self._cached)
 
     @property
     def num_available(self) -> int:
-        """What `allocate` could give now: free and evictable blocks."""
+        """Blocks that `allocate` could give now: free and evictable ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_in_use(self) -> int:
-        """Referenced blocks, those in transfer included."""
+        """Referenced blocks, including those in transfer."""
         return self.num_blocks - self.num_available
 
     @property
@@ -91,7 +91,7 @@ class BlockPool:
         return len(self._in_transfer)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each, evicting cached ones as needed.
+        """Return ``count`` blocks with one reference each, evicting cached ones as needed.
 
         All or nothing: None (and no change) if fewer are available.
         """
@@ -118,7 +118,7 @@ class BlockPool:
         self._events.append(KvEvent(KvEventKind.REMOVED, block_hash))
 
     def num_hits(self, hashes: Iterable[BlockHash]) -> int:
-        """Length of the leading run of ``hashes`` that `match` would find; takes nothing."""
+        """Return the length of the leading run of ``hashes`` that `match` would find; takes nothing."""
         count = 0
         for block_hash in hashes:
             if block_hash not in self._by_hash:
@@ -127,7 +127,7 @@ class BlockPool:
         return count
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest leading run of ``hashes``, each with one more reference."""
+        """Return the blocks of the longest leading run of ``hashes``, each with one more reference."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -138,11 +138,11 @@ class BlockPool:
         return blocks
 
     def block_of(self, block_hash: BlockHash) -> int | None:
-        """The block that would be matched by ``block_hash``; takes nothing."""
+        """Return the block that ``block_hash`` would match; takes nothing."""
         return self._by_hash.get(block_hash)
 
     def retain(self, blocks: Sequence[int]) -> None:
-        """One more reference on each block, which must be in use or cached (asserts it)."""
+        """Add one reference on each block, which must be in use or cached (asserts it)."""
         for block in blocks:
             assert self._references[block] > 0 or block in self._cached, f"block {block} is free"
         self._reference(blocks)
@@ -155,22 +155,22 @@ class BlockPool:
             references[block] += 1
 
     def begin_transfer(self, blocks: Sequence[int]) -> None:
-        """A transfer will write the held, uncommitted ``blocks`` until `end_transfer`; it alone owns them."""
+        """Give the held, uncommitted ``blocks`` to a transfer, which writes and solely owns them to `end_transfer`."""
         for block in blocks:
             assert self._references[block] == 1, f"block {block} has {self._references[block]} holders"
             assert self._hashes[block] is None, f"block {block} is committed"
             self._in_transfer.add(block)
 
     def end_transfer(self, blocks: Iterable[int]) -> None:
-        """The transfer into ``blocks`` is over: they may be committed or released."""
+        """End the transfer into ``blocks``: they may be committed or released."""
         for block in blocks:
             self._in_transfer.remove(block)
 
     def commit(self, block: int, block_hash: BlockHash) -> bool:
-        """The held block now holds the KV that ``block_hash`` names; from here on it can be matched.
+        """Record that the held block now holds the KV named by ``block_hash``; from here on it can be matched.
 
-        False, and nothing changes, if another block has that hash already (two requests computed the same
-        prefix side by side): this one stays private and is freed on release. Committing twice is a no-op.
+        Returns False, changing nothing, if another block already has that hash (two requests computed the same prefix
+        side by side): this one stays private and is freed on release. Committing twice is a no-op.
         """
         assert self._references[block] > 0, f"block {block} is held by nobody"
         assert block not in self._in_transfer, f"block {block} is still being written"
@@ -186,11 +186,11 @@ class BlockPool:
     def release(self, blocks: Sequence[int], *, used: bool = True) -> None:
         """Give back one reference on each of a prompt's ``blocks``, given in prompt order; taken tail first.
 
-        ``used``: by a request, which says something of what is worth keeping; a transfer that only read them does not.
+        ``used``: by a request, which is evidence of their value; a transfer that only read them is not.
         """
         order, references, hashes = self._order, self._references, self._hashes
         order.begin_batch()
-        # Long prompts have thousands of blocks, and no model computes meanwhile: nothing is called that need not be.
+        # Long prompts have thousands of blocks, and no model computes meanwhile: no needless calls here.
         for block in reversed(blocks):
             assert references[block] > 0, f"block {block} is released more often than it was taken"
             references[block] -= 1
@@ -207,7 +207,7 @@ class BlockPool:
                 self._cached.add(block)
 
     def drop_cached(self) -> int:
-        """Forget every cached block that nobody references; returns how many."""
+        """Forget every unreferenced cached block; return their number."""
         dropped = list(self._cached)
         for block in dropped:
             self._forget(block, evicted=False)
@@ -215,15 +215,15 @@ class BlockPool:
         return len(dropped)
 
     def matchable_hashes(self) -> list[BlockHash]:
-        """All hashes that can be matched now: a snapshot for those who missed events."""
+        """Return all hashes that can be matched now: a snapshot for consumers that missed events."""
         return list(self._by_hash)
 
     def num_references(self, block: int) -> int:
-        """How many hold the block."""
+        """Return the number of holders of the block."""
         return self._references[block]
 
     def take_events(self) -> list[KvEvent]:
-        """The changes since the last call, oldest first; the caller publishes them."""
+        """Return the changes since the last call, oldest first; the caller publishes them."""
         events, self._events = self._events, []
         return events
 

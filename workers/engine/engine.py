@@ -1,9 +1,8 @@
 """The engine: one model, its KV cache and its requests, advanced one step at a time.
 
 `EngineCore` joins the deciding part (`Scheduler`) with the computing part (a `ModelRunner`: model and sampling in
-torch, or the mock). It does no I/O and has no thread: its owner calls `step` in a loop, and all other methods
-between two steps, from the same thread. What must travel goes through two hooks, which may only note down what to do
-and return at once.
+torch, or the mock). It does no I/O and has no thread: its owner calls `step` in a loop, and all other methods between
+two steps, from the same thread. Transfers go through two hooks, which may only queue the work and return at once.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult
 
 
 class Computed(Struct, frozen=True):
-    """What a runner made of a plan: the tokens of each run that samples, in order, and where the time went.
+    """Result of a runner for a plan: the tokens of each sampling run, in order, and the time of each part.
 
-    ``scores`` are the log probabilities of prompts that its runs computed.
+    ``scores`` are the log probabilities of prompts computed by its runs.
     """
 
     sampled: Sampled
@@ -44,7 +43,7 @@ class Computed(Struct, frozen=True):
 
 
 class ModelRunner(Protocol):
-    """Computes what the scheduler planned, over the paged cache whose memory it owns."""
+    """Computes the scheduler's plans, over the paged cache whose memory it owns."""
 
     @property
     def layout(self) -> KvLayout: ...
@@ -55,14 +54,14 @@ class ModelRunner(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Token ids are below this."""
+        """Upper bound of token ids."""
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and answer together that the model can attend to."""
+        """Most tokens of prompt and answer together to which the model can attend."""
 
     def run(self, plan: StepPlan) -> Computed:
-        """Write the KV of every planned token and sample where the plan says so. Takes as long as it takes."""
+        """Write the KV of every planned token and sample where planned. Blocks for the duration."""
 
 
 class KvFetcher(Protocol):
@@ -72,40 +71,40 @@ class KvFetcher(Protocol):
         """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
 
     def decline(self, peer: KvSource) -> None:
-        """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
+        """Notify the export's holder that none of it is needed, so that it can release its blocks."""
 
     def pull(self, wanted: FetchWanted) -> None:
-        """Begin to fetch from a peer's export that grows; ``wanted.request_id`` names the pull.
+        """Begin to fetch from a peer's growing export; ``wanted.request_id`` names the pull.
 
-        `EngineCore.pull_arrived` follows as blocks come, in order, then `EngineCore.pull_done` exactly once.
+        `EngineCore.pull_arrived` follows as blocks arrive, in order, then `EngineCore.pull_done` exactly once.
         """
 
     def end_pull(self, name: RequestId) -> None:
-        """End the pull soon, wherever it is; no error if it has ended."""
+        """End the pull soon, at any point; no error if it has ended."""
 
 
 class KvSink(Protocol):
-    """Receives blocks that are worth keeping outside the engine."""
+    """Receives blocks worth keeping outside the engine."""
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
+        """Receive blocks whose bytes stay valid during this call; `EngineCore.hold` them to read them later."""
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Requests found cached ``blocks``, whose bytes stay valid during this call."""
+        """Receive cached ``blocks`` found by requests; their bytes stay valid during this call."""
 
     def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Requests gave up full ``blocks`` and will fetch them; their bytes are valid during this call only."""
+        """Receive full ``blocks`` that requests gave up and will fetch; their bytes are valid during this call only."""
 
     def engine_idle(self) -> None:
-        """Note that the engine has nothing to compute until something comes from outside."""
+        """Note that the engine has nothing to compute until an outside event."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreConfig:
     """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
 
-    ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it. With a ``proposer``,
-    which the runner must know of, decodes are speculative.
+    ``moves_preempted``: the sink keeps blocks given up by preempted requests, and the fetcher finds them. With a
+    ``proposer``, which the runner must also have, decodes are speculative.
     """
 
     block_tokens: int = 64
@@ -119,7 +118,7 @@ class EngineCoreConfig:
 
 
 class EngineCore:
-    """Owns the cache's blocks and every request sent to this worker."""
+    """Owns the cache's blocks and every request of this worker."""
 
     def __init__(
         self,
@@ -178,9 +177,9 @@ class EngineCore:
         self._end_pulls()
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> bool:
-        """Begin to pull the prompt ``sequence`` from a prefill under way; False if there is no room or nothing to do.
+        """Begin to pull the prompt ``sequence`` from a prefill under way; False without room or anything to do.
 
-        `abort` ends it, and a request that names it (``ahead``) goes on from what it has brought.
+        `abort` ends it, and a request that names it (``ahead``) continues from what it has fetched.
         """
         wanted = self.scheduler.pull_ahead(name, sequence, peer)
         if wanted is not None and self._fetcher is not None:
@@ -201,7 +200,7 @@ class EngineCore:
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
 
-        A peer's export that waits for it is declined; one that is being fetched is released when the fetch has ended.
+        A peer's export that waits for it is declined; one being fetched is released when the fetch has ended.
         """
         request = self.scheduler.request(request_id)
         peer = request.peer if request is not None and request.state is EngineRequestState.WAITING else None
@@ -230,11 +229,11 @@ class EngineCore:
         self.scheduler.exports.unhold(block_ids)
 
     def drop_cached(self) -> int:
-        """Forget every cached block that nobody uses; returns how many. The next step reports the events."""
+        """Forget every unused cached block; return their number. The next step reports the events."""
         return self.scheduler.pool.drop_cached()
 
     def step(self) -> StepResult:
-        """Plan, compute and sample once. Takes as long as the model takes."""
+        """Plan, compute and sample once. Blocks while the model computes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
         self._end_pulls()
@@ -261,7 +260,7 @@ class EngineCore:
         return self._result(plan, computed, outcome, timings)
 
     def rest(self) -> None:
-        """Tell the sink if there is nothing to compute; call it after each step and each event."""
+        """Notify the sink if there is nothing to compute; call it after each step and each event."""
         if self._sink is not None and not self.scheduler.has_work:
             self._sink.engine_idle()
 

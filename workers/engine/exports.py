@@ -1,16 +1,16 @@
 """Blocks kept for readers outside any request: exports for other workers, and writes to the store. Pure.
 
 An export is a list of blocks that grows until it is complete. A prefill that will be handed over is exported while it
-runs: each block that it has filled is held for readers from the step on that filled it, beside the request's own
-reference, so that it stays whatever becomes of the request. Example: a prompt of 1,300 tokens in chunks of 512 and
-blocks of 64. After the first step the export has 8 blocks, after the second 16; the third samples, and completes it
-with all 21. The export of a prompt of one chunk is complete from the beginning.
+runs: each block is held for readers from the step on that filled it, in addition to the request's own reference, so
+that it outlasts the request. Example: a prompt of 1,300 tokens in chunks of 512 and blocks of 64. After the first step
+the export has 8 blocks, after the second 16; the third samples, and completes it with all 21. The export of a prompt of
+one chunk is complete from the beginning.
 
     (nothing) --grow--> GROWING --grow--> GROWING --complete--> COMPLETE --release--> (nothing)
                            '--withdraw--> WITHDRAWN --release--> (nothing)
 
-It is withdrawn when its request stops running here without a hand-over: ended, aborted or preempted. What was preempted
-is not exported again before it is handed over, so that blocks which somebody reads never keep the older requests from
+It is withdrawn when its request stops running here without a hand-over: ended, aborted or preempted. A preempted
+request is not exported again before it is handed over, so that blocks in use by readers never keep older requests from
 the room that they were given.
 """
 
@@ -28,7 +28,7 @@ from tanghulu.workers.engine.requests import EngineRequest
 
 
 class ExportState(Enum):
-    """Where an export stands."""
+    """State of an export."""
 
     GROWING = "its request is prefilled here, and fills further blocks"
     COMPLETE = "its request was handed over: it has the KV of all tokens"
@@ -36,7 +36,7 @@ class ExportState(Enum):
 
 
 class KvExport(Struct, frozen=True):
-    """The blocks that are held for readers under ``name``: KV of the first ``num_tokens`` tokens of ``request_id``."""
+    """Blocks held for readers under ``name``: KV of the first ``num_tokens`` tokens of ``request_id``."""
 
     request_id: RequestId
     name: RequestId
@@ -46,7 +46,7 @@ class KvExport(Struct, frozen=True):
 
 
 class Exports:
-    """References on blocks of ``pool``, by export or by count, and the exports that changed since `take_changed`."""
+    """References on blocks of ``pool``, by export or by count, and the exports changed since `take_changed`."""
 
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self._pool = pool
@@ -62,14 +62,14 @@ class Exports:
         return self._exports.get(name)
 
     def take_changed(self) -> tuple[KvExport, ...]:
-        """Return the exports of requests that grew, are complete or were withdrawn since the last call."""
+        """Return requests' exports that grew, were completed or were withdrawn since the last call."""
         changed, self._changed = tuple(self._changed.values()), {}
         return changed
 
     # --- of requests
 
     def grow(self, request: EngineRequest) -> None:
-        """Export the full blocks of a running ``request`` that are not exported yet, if it will be handed over."""
+        """Export the full blocks of a running ``request`` not exported yet, if it will be handed over."""
         if not request.hold_kv or request.num_preemptions:
             return
         shown = self._shown_of(request)
@@ -88,7 +88,7 @@ class Exports:
         self._put(KvExport(request.request_id, _name(request), block_ids, request.num_computed))
 
     def withdraw(self, request: EngineRequest) -> None:
-        """Let the export of ``request`` grow no further, if it has one and was not handed over."""
+        """Stop the growth of the export of ``request``, if it has one and was not handed over."""
         export = self._exports.get(_name(request))
         if export is not None and export.state is ExportState.GROWING:
             self._put(KvExport(export.request_id, export.name, export.block_ids, export.num_tokens, _S.WITHDRAWN))
@@ -110,7 +110,7 @@ class Exports:
         return export
 
     def release(self, name: RequestId) -> bool:
-        """Release the blocks of the export ``name``, which grows no more; False if there is no such export."""
+        """Release the blocks of the export ``name``, which stops growing; False if there is no such export."""
         export = self._exports.pop(name, None)
         if export is None:
             return False
@@ -119,7 +119,7 @@ class Exports:
         return True
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks (in use or cached) from being reused while somebody reads them."""
+        """Keep blocks (in use or cached) from being reused while they are read."""
         self._pool.retain(block_ids)
         self._held.update(block_ids)
 
@@ -128,7 +128,7 @@ class Exports:
         self._pool.release(block_ids, used=False)
 
     def references(self) -> Counter[int]:
-        """Count the references that exports and holds have on each block."""
+        """Count the references of exports and holds on each block."""
         counts = +self._held
         for export in self._exports.values():
             counts.update(export.block_ids)
@@ -142,6 +142,6 @@ _S = ExportState
 
 
 def _name(request: EngineRequest) -> RequestId:
-    """Name the export of ``request``, apart from one that was withdrawn when it was preempted."""
+    """Name the export of ``request``, distinct from one withdrawn by a preemption."""
     again = request.num_preemptions
     return RequestId(f"{request.request_id}/{again}") if again else request.request_id

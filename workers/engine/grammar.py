@@ -1,8 +1,8 @@
-"""Grammars: which tokens may follow, so that a text matches a JSON schema, a regular expression or a Lark grammar.
+"""Grammars: tokens allowed next, so that a text matches a JSON schema, a regular expression or a Lark grammar.
 
-The one file that knows llguidance (extra ``worker``), imported when the first request asks for a grammar. A grammar's
-state is a function of the tokens generated so far, so a request may be preempted or go on at another worker: the state
-catches up with whatever tokens there are.
+The one file that uses llguidance (extra ``worker``), imported on the first request with a grammar. A grammar's state is
+a function of the tokens generated so far, so a request may be preempted or continue at another worker: the state
+catches up with the existing tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-#: A longer schema or expression is refused.
+#: Longest schema or expression accepted.
 MAX_GRAMMAR_CHARS = 65_536
 
 
 _NO_TEXT = "no text can go on under it; does it refer to nothing but itself?"
-#: llguidance's names for a state that nothing leads out of.
+#: llguidance's names for states without an exit.
 _STUCK = frozenset(("NoExtension", "NoExtensionBias"))
 
 
 class GrammarKind(Enum):
-    """What a grammar's text is."""
+    """Kind of a grammar's text."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -41,21 +41,21 @@ class GrammarKind(Enum):
 
 
 class Grammar:
-    """One request's grammar and how far its text is in it."""
+    """One request's grammar and the position of its text in it."""
 
     def __init__(self, matcher: LLMatcher, vocab: int) -> None:
         self._matcher = matcher
         self._vocab = vocab
         self._num_consumed = 0
-        #: Why the text can not, or did not, go on under the grammar; None while it can.
+        #: Why the text cannot, or did not, continue under the grammar; None while it can.
         self.failure: str | None = None
         self._mask = np.zeros(-(-vocab // 32), dtype=np.int32)
 
     def allowed(self, generated: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Return whether each token may follow ``generated``, which begins with what was given last time: [vocab].
+        """Return whether each token may follow ``generated``, which extends the previous call's: [vocab].
 
-        Where the text is complete only an end token may. All False, and ``failure`` says why, if ``generated`` does not
-        match the grammar or nothing can follow it: the next token is then the request's last one.
+        If the text is complete, only an end token may. All False, with the reason in ``failure``, if ``generated`` does
+        not match the grammar or nothing can follow it: the next token is then the request's last one.
         """
         fresh = generated[self._num_consumed :].tolist()
         self._num_consumed = len(generated)
@@ -63,7 +63,7 @@ class Grammar:
             self._fail("the text left it")  # it was not made under it
         if self.failure is None:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-            if self._matcher.is_error():  # and then the mask lets the end token through
+            if self._matcher.is_error():  # the mask then admits the end token
                 self._fail(_reason(self._matcher))
         if self.failure is not None:
             return np.zeros(self._vocab, dtype=np.bool_)
@@ -78,13 +78,13 @@ class Grammar:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first line of what llguidance says; a dump of its parser's state follows."""
+    """Return the first line of llguidance's message; a dump of its parser's state follows."""
     first = matcher.get_error().partition("\n")[0]
     return _NO_TEXT if first in _STUCK else first
 
 
 class GrammarCompiler:
-    """Makes grammars over one tokenizer; ``eos_ids`` end a text that is complete."""
+    """Makes grammars over one tokenizer; ``eos_ids`` end a complete text."""
 
     def __init__(self, tokenizer_json: bytes, vocab: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer_json = tokenizer_json
@@ -93,7 +93,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
-        """The grammar at its beginning; raises InvalidRequest that says what is wrong with it.
+        """Return the grammar at its beginning; raises InvalidRequest that names its fault.
 
         The first call takes about half a second for a vocabulary of 50,000, later ones milliseconds.
         """
@@ -115,7 +115,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidRequest(f"the {kind.value} cannot be used: {matcher.get_error()}")
         grammar = Grammar(matcher, self._vocab)
-        grammar.allowed(np.empty(0, np.uint32))  # some faults show in the first mask only
+        grammar.allowed(np.empty(0, np.uint32))  # some faults appear only in the first mask
         if grammar.failure is not None:
             raise InvalidRequest(f"the {kind.value} cannot be used: {grammar.failure}")
         return grammar

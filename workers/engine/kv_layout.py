@@ -1,14 +1,14 @@
-"""The shape of the paged KV cache and its bytes, without torch: what transfers, exports and the mock engine need.
+"""Shape and bytes of the paged KV cache, without torch: for transfers, exports and the mock engine.
 
 Block first, so that a block is one contiguous range of bytes:
 
     [num_blocks, parts, layers, 2 (K, V), block_tokens, kv_heads, head_dim]
 
-In int8 a head's values are followed by the four bytes of their scale (`compute.kv_cache`), which so is transferred,
-stored and checksummed with what it scales. Example, heads of 64: a head of a token takes 68 bytes, 128 in bfloat16.
+In int8 a head's values are followed by the four bytes of their scale (`compute.kv_cache`), which is thus transferred,
+stored and checksummed with them. Example, heads of 64: a head of a token takes 68 bytes, 128 in bfloat16.
 
-A part is a tensor-parallel rank's share of the KV heads; without tensor parallelism there is one.
-Owns sizes and offsets; which block belongs to whom is `block_pool`'s business, tensors over it are `kv_cache`'s.
+A part is a tensor-parallel rank's share of the KV heads; without tensor parallelism there is one. Owns sizes and
+offsets; `block_pool` owns the blocks' assignment, `kv_cache` the tensors over them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tanghulu.workers.weights.model_config import ModelConfig
 
 #: Bytes of one element of each KV type.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-#: Bytes of the scale, a float32, behind the values of each head in int8. A head's must be a multiple of it.
+#: Bytes of the scale, a float32, behind the values of each head in int8. A head's size must be a multiple of it.
 SCALE_BYTES = 4
 
 
 class BlockShape(Protocol):
-    """What cards and metrics say of a block; ``dtype`` is the KV's."""
+    """Description of a block in cards and metrics; ``dtype`` is the KV's."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -53,7 +53,7 @@ class KvLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, block_tokens: int, dtype: str, num_parts: int = 1) -> KvLayout:
-        """The layout of ``config``'s cache; ``dtype`` is a name of `ITEM_BYTES`, ``num_parts`` divides the KV heads.
+        """Return the layout of ``config``'s cache; ``dtype`` is in `ITEM_BYTES`, ``num_parts`` divides the KV heads.
 
         Raises ConfigError if heads of this width cannot be kept in int8.
         """
@@ -88,7 +88,7 @@ class KvLayout:
         return self.num_parts * self.part_bytes
 
     def num_blocks_in(self, capacity_bytes: int) -> int:
-        """Whole blocks that fit; raises ConfigError with the figures if that is none."""
+        """Return the number of whole blocks that fit; raises ConfigError with the figures if there is none."""
         num_blocks = capacity_bytes // self.block_bytes
         if num_blocks < 1:
             raise ConfigError(
@@ -99,7 +99,7 @@ class KvLayout:
 
 
 class KvBlocks:
-    """The cache as the engine knows it: ``num_blocks`` blocks of ``layout``, in main memory or on a device."""
+    """The cache as the engine sees it: ``num_blocks`` blocks of ``layout``, in main memory or on a device."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout
@@ -114,9 +114,9 @@ class KvBlocks:
 class KvMemory(KvBlocks):
     """Blocks in main memory, as bytes.
 
-    ``buffer`` is any writable buffer of at least ``num_blocks * layout.block_bytes`` bytes that outlives the
-    cache, such as the mmap of a memfd; without one the cache allocates its own memory, zeroed. The bytes of a
-    supplied buffer are used as they are: block ids that are never committed are never read.
+    ``buffer`` is any writable buffer of at least ``num_blocks * layout.block_bytes`` bytes that outlives the cache,
+    such as the mmap of a memfd; without one the cache allocates its own memory, zeroed. A supplied buffer is used
+    unchanged: block ids never committed are never read.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, buffer: memoryview | bytearray | None = None) -> None:
@@ -127,11 +127,11 @@ class KvMemory(KvBlocks):
         self._bytes = whole[: self.capacity_bytes]
 
     def block_offset(self, block_id: int) -> int:
-        """Where the block begins in the buffer, in bytes."""
+        """Return the offset of the block in the buffer, in bytes."""
         assert 0 <= block_id < self.num_blocks, f"block {block_id} of {self.num_blocks}"
         return block_id * self.layout.block_bytes
 
     def block_view(self, block_id: int) -> memoryview:
-        """The block's raw bytes, writable, valid while the cache lives; no copy."""
+        """Return the block's raw bytes, writable, valid while the cache lives; no copy."""
         offset = self.block_offset(block_id)
         return self._bytes[offset : offset + self.layout.block_bytes]

@@ -1,16 +1,16 @@
-"""Speculative decoding without a second model: what comes next is guessed from what followed the same words before.
+"""Speculative decoding without a second model: the next tokens are guessed from earlier repetitions.
 
 The guess (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding): find the last few tokens once more,
-earlier in the sequence, and propose what followed them there. Worked example, drafts of 3: behind ``7 8 9 4 5 7 8`` the
-pair ``7 8`` was there before and ``9 4 5`` followed; these are proposed.
+earlier in the sequence, and propose the tokens that followed there. Worked example, drafts of 3: in ``7 8 9 4 5 7 8``
+the final pair ``7 8`` occurred before, followed by ``9 4 5``; these are proposed.
 
-A step computes the proposed tokens behind the last one, as a run of a prompt, and draws a token behind each of them. As
-long as what was drawn is what was proposed, the next row's logits are those of the text; at the first that differs the
-rest is thrown away. Since a draw is a function of logits, seed and position alone, the text is token by token the one
-without drafts, greedy or drawn: a proposal is accepted with the model's own probability of it. Four tokens for one
-step, where all three above were right. (Speculative decoding: https://arxiv.org/abs/2211.17192.)
+A step computes the proposed tokens after the last one, as a run of a prompt, and draws a token after each of them. As
+long as the drawn tokens equal the proposed ones, the next row's logits are those of the text; the rest is discarded at
+the first difference. Since a draw is a function of logits, seed and position alone, the text equals, token by token,
+the one without drafts, greedy or drawn: a proposal is accepted with the model's own probability of it. If all three
+above are right, one step yields four tokens. (Speculative decoding: https://arxiv.org/abs/2211.17192.)
 
-Pure. What a request has of drafts follows from its tokens, so it goes through preemption, hand-over and a move.
+Pure. A request's drafts follow from its tokens, so they survive preemption, hand-over and a move.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from tanghulu.errors import ConfigError
 
-#: Drafts of more tokens are refused: what is thrown away costs as much as what is kept.
+#: Most tokens of a draft: discarded ones cost as much as accepted ones.
 MAX_DRAFT_TOKENS = 32
 _METHOD = "ngram"
 
 
 @dataclass(frozen=True, slots=True)
 class NgramProposer:
-    """Proposes up to ``num_tokens`` tokens from where the last ``least`` to ``most`` tokens stood before."""
+    """Proposes up to ``num_tokens`` tokens from an earlier occurrence of the last ``least`` to ``most`` tokens."""
 
     num_tokens: int
     least: int = 2
@@ -38,7 +38,7 @@ class NgramProposer:
 
     @classmethod
     def of(cls, text: str) -> Self | None:
-        """The proposer that ``ngram:K`` names, of K tokens; None for an empty text. Raises ConfigError for others."""
+        """Return the proposer for ``ngram:K``, of K tokens; None for an empty text. Raises ConfigError for others."""
         if not text:
             return None
         method, _, count = text.partition(":")
@@ -47,10 +47,10 @@ class NgramProposer:
         return cls(int(count))
 
     def propose(self, tokens: npt.NDArray[np.uint32], limit: int) -> tuple[int, ...]:
-        """At most ``limit`` tokens that may follow ``tokens``; none if its end was not there before.
+        """Return at most ``limit`` tokens that may follow ``tokens``; none if its end did not occur before.
 
-        Of several places the longest match is taken, of these the last. What lies between it and the end is taken to
-        come again and again: ``5 5 5`` goes on with fives.
+        The longest match is taken, and of several the last. The tokens between it and the end are assumed to repeat:
+        ``5 5 5`` continues with fives.
         """
         count = min(limit, self.num_tokens)
         if count < 1:
@@ -62,7 +62,7 @@ class NgramProposer:
         return tuple(np.resize(between[:count], count).tolist())
 
     def _matches(self, tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
-        """Where the last tokens end once more, as many of them as match anywhere; ascending."""
+        """Return where the last tokens occur again, with the longest match; ascending."""
         if len(tokens) <= self.least:
             return np.empty(0, dtype=np.intp)
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])

@@ -1,11 +1,11 @@
-"""Where the time of each request went in the engine: events and times go in, seconds come out. Pure.
+"""Time of each request by phase in the engine: events and times go in, seconds come out. Pure.
 
     WAITING --fetch--> FETCHING --fetched--> PREFILLING --first token--> DECODING
        |  ^--preempted (from PREFILLING, DECODING)         ^
        '-------------------admitted------------------------'
 
-The time in which blocks were given to the store is taken out of the phase it fell in. A preempted request waits, loads
-and prefills again: each adds to what was before.
+Time spent handing blocks to the store is subtracted from the phase in which it fell. A preempted request waits, loads
+and prefills again: each adds to the earlier time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tanghulu.workers.engine.step_plan import CommittedBlock, StepPlan
 
 
 class _At(IntEnum):
-    """Where a request is; numbers of ``_Times.seconds``, in the order of `PhaseTimes`."""
+    """Phase of a request; numbers of ``_Times.seconds``, in the order of `PhaseTimes`."""
 
     WAITING = 0
     FETCHING = 1
@@ -42,7 +42,7 @@ class _Times:
 
 
 class PhaseBook:
-    """The times of all requests of an engine."""
+    """Times of all requests of an engine."""
 
     def __init__(self) -> None:
         self._times: dict[RequestId, _Times] = {}
@@ -53,7 +53,7 @@ class PhaseBook:
         self._waiting.add(request_id)
 
     def planned(self, plan: StepPlan, now_s: float) -> None:
-        """Note who is preempted, who is admitted, and for whom something is fetched first."""
+        """Note which requests are preempted, which are admitted, and for which something is fetched first."""
         for request_id in plan.preempted:
             self._turn(request_id, _At.WAITING, now_s)
             self._waiting.add(request_id)
@@ -69,14 +69,14 @@ class PhaseBook:
         self._turn(request_id, _At.PREFILLING, now_s)
 
     def stored(self, blocks: Sequence[CommittedBlock], seconds: float) -> None:
-        """Count ``seconds``, in which ``blocks`` were given to the store, for the requests that they are of."""
+        """Count ``seconds`` spent handing ``blocks`` to the store, for their requests."""
         for request_id in {block.request_id for block in blocks}:
             if (times := self._times.get(request_id)) is not None:
                 times.seconds[_At.STORING] += seconds
                 times.since_s += seconds
 
     def token(self, request_id: RequestId, is_last: bool, now_s: float) -> PhaseTimes | None:
-        """The request has a new token: the first one, and the last one, say where the time went until then."""
+        """Record a new token of the request: the first one, and the last one, close the phase until then."""
         times = self._times.get(request_id)
         if times is None or (times.at is _At.DECODING and not is_last):
             return None

@@ -1,6 +1,6 @@
-"""Whether the engine still computes: a request of one token, sent through all of it and awaited.
+"""Health check of the engine: a request of one token, sent through all of it and awaited.
 
-A process may answer calls while its engine hangs; only a token shows that it does not. Runs on the process's event
+A process may answer calls while its engine hangs; only a token proves that it does not. Runs on the process's event
 loop.
 """
 
@@ -16,7 +16,7 @@ from tanghulu.types import RequestId
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 
-#: Ahead of everything that waits: a full queue is no illness.
+#: Ahead of everything that waits: a full queue is no fault.
 PRIORITY = (1 << 31) - 1
 
 
@@ -31,7 +31,7 @@ class EngineProbe:
         self._waiting: dict[RequestId, asyncio.Future[None]] = {}
 
     async def run(self, deadline_s: float) -> float:
-        """Return the seconds until the token came; raises DeadlineExceeded, or why the engine refused the request."""
+        """Return the seconds until the token arrived; raises DeadlineExceeded, or the engine's refusal."""
         name, started_s = RequestId(f"probe-{next(self._numbers)}"), self._clock.now_s()
         request, done = self._make(name), asyncio.get_running_loop().create_future()
         self._waiting[name] = done

@@ -1,12 +1,12 @@
-"""Log probabilities of a prompt's own tokens: which of them a step computes, and what it found.
+"""Log probabilities of a prompt's own tokens: those that a step computes, and their values.
 
-The log probability of token p comes from the logits of token p - 1. So a request that wants them from position s on has
-to compute everything from token s - 1 on, whatever is cached (`EngineRequest.most_reused`), and the run of tokens
-``a .. b`` of a step scores the positions ``a + 1 .. b``. Example: a prompt of 10 tokens, wanted from 4 on, blocks of
-2: two tokens are reused, the runs 2 .. 6 and 6 .. 10 score 4 .. 6 and 7 .. 9; the logits of token 9 are those that the
-first new token is drawn from.
+The log probability of token p comes from the logits of token p - 1. So a request for them from position s on has to
+compute everything from token s - 1 on, whatever is cached (`EngineRequest.most_reused`), and the run of tokens ``a ..
+b`` of a step scores the positions ``a + 1 .. b``. Example: a prompt of 10 tokens, requested from 4 on, blocks of 2: two
+tokens are reused, the runs 2 .. 6 and 6 .. 10 score 4 .. 6 and 7 .. 9; the first new token is drawn from the logits of
+token 9.
 
-Knows nothing of tensors: the code that computes the logits writes into the arrays.
+Independent of tensors: the code that computes the logits writes into the arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tanghulu.workers.engine.step_plan import ScheduledRun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScoreArrays:
-    """Scores of the prompt tokens ``position .. position + n`` of a request, of which ``targets`` are the ids.
+    """Scores of the prompt tokens ``position .. position + n`` of a request, whose ids are ``targets``.
 
     ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely; ``top_ids`` uint32 and
     ``top_logprobs`` float32 [n, num_top], best first; ``asked_logprobs`` float32 [n, len(asked)].
@@ -41,7 +41,7 @@ class PromptScoreArrays:
 
     @classmethod
     def of(cls, run: ScheduledRun, vocab: int) -> Self | None:
-        """Make room for the scores that ``run`` owes its request; None where it owes none."""
+        """Make room for the scores that ``run`` must compute; None if there are none."""
         request = run.request
         first_unscored = request.first_unscored
         if first_unscored is None or request.scoring is None:
@@ -65,7 +65,7 @@ class PromptScoreArrays:
 
     @property
     def end(self) -> int:
-        """Position behind the last one."""
+        """Position after the last one."""
         return self.position + len(self.targets)
 
     @property
@@ -73,7 +73,7 @@ class PromptScoreArrays:
         return int(self.top_ids.shape[1])
 
     def part(self, start: int, end: int) -> PromptScoreArrays:
-        """The scores number ``start .. end`` of these; the arrays are shared."""
+        """Return the scores number ``start .. end`` of these; the arrays are shared."""
         return PromptScoreArrays(
             self.request_id,
             self.position + start,

@@ -1,15 +1,15 @@
-"""Blocks that come from another worker's prefill while that goes on, before the request itself is here. Pure.
+"""Blocks pulled from another worker's running prefill, before the request itself is here. Pure.
 
-The conductor names the prompt and the export that grows (`exports`). What of it is not cached here gets blocks at
-once, a transfer fills them in order, and each that has come is committed under its hash, so that anybody may match it.
-The request comes behind its first token, finds them as it would any cached prefix, and fetches what is missing by the
-usual way, from any source: nothing of it depends on how far the pull came.
+The conductor names the prompt and the growing export (`exports`). Its blocks not cached here are allocated at once, a
+transfer fills them in order, and each is committed under its hash on arrival, so that any request may match it. The
+request arrives after its first token, finds them like any cached prefix, and fetches the missing ones in the usual way,
+from any source: it does not depend on the progress of the pull.
 
-A pull has two ends, in any order: its transfer is over (`done`), and nobody wants it any more (`drop`): the request has
-references of its own, or is not coming, or others need the room. What came is kept for the request until it is
-dropped, and stays cached then; blocks that have not come belong to the transfer until it is over.
+A pull has two ends, in any order: its transfer has ended (`done`), and it is no longer needed (`drop`): the request has
+references of its own, or is not coming, or others need the room. Blocks that arrived are kept for the request until it
+is dropped, and remain cached then; blocks not yet arrived belong to the transfer until it has ended.
 
-A pull takes blocks that nothing else needs, and gives them back to requests that wait for room (`give_way`); its own
+A pull takes blocks that nothing else needs, and gives them back to requests waiting for room (`give_way`); its own
 request then fetches all of its KV when its turn has come.
 """
 
@@ -23,13 +23,13 @@ from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.step_plan import FetchWanted
 
-#: Pulls at a time, each of which has a thread of the connector's that mostly waits.
+#: Most pulls at a time; each has a thread of the connector's that mostly waits.
 MAX_PULLS = 16
 
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One prompt's leading full blocks: ``there`` have come (or were cached), ``coming`` belong to the transfer."""
+    """One prompt's leading full blocks: ``there`` have arrived (or were cached), ``coming`` belong to the transfer."""
 
     there: list[int]
     coming: list[int]
@@ -51,9 +51,9 @@ class Pulls:
         return len(self._pulls)
 
     def begin(self, name: RequestId, hashes: list[BlockHash], peer: KvSource, spare: int) -> FetchWanted | None:
-        """Reserve blocks for the prompt's full blocks ``hashes`` and return what the transfer is to write into them.
+        """Reserve blocks for the prompt's full blocks ``hashes`` and return the part for the transfer to write.
 
-        None, and nothing is held, if fewer than ``spare`` blocks would be left, or there are too many pulls.
+        Returns None, holding nothing, if fewer than ``spare`` blocks would be left, or there are too many pulls.
         """
         if name in self._pulls or len(self._pulls) >= MAX_PULLS:
             return None
@@ -69,7 +69,7 @@ class Pulls:
         return FetchWanted(name, len(there), tuple(coming), tuple(hashes[len(there) :]), num_tokens, peer)
 
     def is_transferring(self, name: RequestId | None) -> bool:
-        """Return whether the pull reads its export: another read of it under the same session would take its leases."""
+        """Return whether the pull reads its export: another read under the same session would take its leases."""
         pull = self._pulls.get(name) if name is not None else None
         return pull is not None and pull.is_transferring
 
@@ -88,7 +88,7 @@ class Pulls:
             self._pool.release(came, used=False)
 
     def done(self, name: RequestId) -> None:
-        """Give back what has not come: the transfer has ended, as far as it came."""
+        """Give back blocks that have not arrived: the transfer has ended, complete or not."""
         pull = self._pulls[name]
         self._pool.end_transfer(pull.coming)
         self._pool.release(pull.coming)
@@ -97,7 +97,7 @@ class Pulls:
             del self._pulls[name]
 
     def drop(self, name: RequestId) -> bool:
-        """Keep nothing for the pull's request any more; False if there is no such pull. What came stays cached."""
+        """Keep nothing more for the pull's request; False if there is no such pull. Arrived blocks remain cached."""
         pull = self._pulls.get(name)
         if pull is None:
             return False
@@ -120,7 +120,7 @@ class Pulls:
         return youngest is not None and self.drop(youngest)
 
     def take_ending(self) -> list[RequestId]:
-        """Return the pulls whose transfers are to end, since the last call."""
+        """Return the pulls whose transfers should end, since the last call."""
         ending, self._ending = self._ending, []
         return ending
 
@@ -130,7 +130,7 @@ class Pulls:
 
     @property
     def num_blocks(self) -> int:
-        """The most blocks that come back when all pulls have given way."""
+        """Most blocks that would come back if all pulls gave way."""
         return sum(len(pull.there) + len(pull.coming) for pull in self._pulls.values())
 
     @property

@@ -1,13 +1,13 @@
-"""A request inside the engine: what was asked, how far it is, and the states it passes through.
+"""A request inside the engine: its parameters, its progress, and its states.
 
-Knows nothing of scheduling order, tensors or sockets.
+Independent of scheduling order, tensors and sockets.
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        |                ^   | \\--abort--> ABORTED
        |--fetch--> FETCHING |
        |             | \\--abort--> DRAINING --fetched--> ABORTED
        |             '--fetched--> RUNNING
-    PREEMPTED <--preempt-- RUNNING            (from PREEMPTED everything that WAITING can do)
+    PREEMPTED <--preempt-- RUNNING            (from PREEMPTED every transition of WAITING)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_WEIGHT = 1e6
 
 
 class EngineRequestState(Enum):
-    """Where a request is."""
+    """State of a request."""
 
     WAITING = "holds no blocks; stands in the queue"
     FETCHING = "holds all its prompt's blocks; a transfer writes the leading missing ones"
@@ -41,7 +41,7 @@ class EngineRequestState(Enum):
 
 
 class EngineRequestEvent(Enum):
-    """What can happen to a request."""
+    """Event of a request."""
 
     ADMIT = "got its blocks and has something to compute"
     FETCH = "got its blocks and waits for a transfer"
@@ -72,14 +72,14 @@ TRANSITIONS: dict[tuple[EngineRequestState, EngineRequestEvent], EngineRequestSt
 class EngineRequest:
     """A request and its progress. The scheduler alone changes the fields below ``arrival``.
 
-    ``sequence`` holds all tokens so far; the first ``num_prompt_tokens`` are the original prompt, further ones
-    were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
-    its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
-    blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store. ``grammar`` bounds
-    what may be generated. ``scoring`` asks for log probabilities of the prompt, of which those in front of position
-    ``num_scored`` have been computed. ``client`` is who takes turns with others, ``weight`` of them for each of
-    another's. A request that was ``moved`` from a lost worker goes ahead of new ones. ``ahead`` names the pull that has
-    brought some of its KV already. ``eos_ids`` end a text, ``ending_ids`` are all tokens that end this one.
+    ``sequence`` holds all tokens so far; the first ``num_prompt_tokens`` are the original prompt, further ones were
+    generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after its first
+    sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds the leading blocks to look for
+    outside (None: all, 0: none); ``holder`` is tried before the store. ``grammar`` bounds what may be generated.
+    ``scoring`` requests log probabilities of the prompt, of which those before position ``num_scored`` have been
+    computed. ``client`` takes turns with others, ``weight`` of them for each of another's. A request ``moved`` from a
+    lost worker precedes new ones. ``ahead`` names the pull that has already fetched some of its KV. ``eos_ids`` end a
+    text, ``ending_ids`` are all tokens that end this one.
     """
 
     request_id: RequestId
@@ -127,7 +127,7 @@ class EngineRequest:
         _require(0 < self.weight <= _MAX_WEIGHT, f"request {self.request_id} has a client of weight {self.weight}")
 
     def on(self, event: EngineRequestEvent) -> None:
-        """Move along the table; asserts that the pair is in it."""
+        """Apply an event by the table; asserts that the pair is in it."""
         following = TRANSITIONS.get((self.state, event))
         assert following is not None, f"request {self.request_id}: {event.name} in state {self.state.name}"
         self.state = following
@@ -143,7 +143,7 @@ class EngineRequest:
 
     @property
     def first_unscored(self) -> int | None:
-        """The first position of the prompt whose log probability is still to be computed; None if there is none."""
+        """First position of the prompt whose log probability is still to be computed; None if there is none."""
         if self.scoring is None:
             return None
         position = max(self.scoring.start, self.num_scored)
@@ -162,15 +162,15 @@ class EngineRequest:
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
-        """Smaller goes first: higher priority, then what was moved, then the client's turn, then earlier arrival."""
+        """Smaller goes first: higher priority, then moved requests, then the client's turn, then earlier arrival."""
         return (-self.priority, not self.moved, self.turn, self.arrival)
 
     def banned_ids(self, num_generated: int) -> frozenset[int]:
-        """Tokens that must not be drawn as the next one, of which ``num_generated`` exist already."""
+        """Return tokens that must not be drawn as the next one, after ``num_generated`` existing ones."""
         return self.ending_ids if num_generated < self.stop.min_tokens else frozenset()
 
     def finish_reason(self, max_tokens: int) -> FinishReason | None:
-        """Return whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
+        """Return why the last, generated token ends the request, or None; ``max_tokens`` bounds the whole sequence."""
         stop = self.stop
         last, num_tokens = self.sequence.last, len(self.sequence)
         num_generated = num_tokens - self.num_prompt_tokens

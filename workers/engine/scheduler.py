@@ -1,22 +1,22 @@
-"""Which request computes which tokens in the next step: continuous batching as a pure state machine.
+"""Choice of the tokens that each request computes in the next step: continuous batching as a pure state machine.
 
-There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at
-first (prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of
-everybody who decodes, then runs of prompts in their order, then admits waiting requests; a request that
-reaches its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.) What is
-left of the budget may go to drafts (`ngram_drafts`).
+There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at first
+(prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of every decoding
+request, then runs of prompts in their order, then admits waiting requests; a request that reaches its last token
+samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.) The rest of the budget may go to
+drafts (`ngram_drafts`).
 
 Worked example, budget 8, blocks of 4. A decodes; B waits with 10 tokens, C with 3. Step 1: A 1 token, B its
 first 7. Step 2: A 1, B its last 3 and samples, C 3 and samples. Step 3: A, B, C one each.
 
-Room. A request is admitted with blocks for all the tokens it has, so a prefill is never displaced by its own
-growth; blocks for generated tokens are taken one by one. When none is left the youngest running request is
-preempted: it gives its blocks back (the full ones stay cached while nobody needs them) and returns to the queue
-at its old place. Admission is strictly in order, so nobody starves: the oldest always proceeds. Where somebody keeps
-what it gave back (``moves_preempted``), it fetches that on its return; else it computes what the cache has lost.
+Room. A request is admitted with blocks for all the tokens it has, so a prefill is never displaced by its own growth;
+blocks for generated tokens are taken one by one. When none is left, the youngest running request is preempted: it gives
+its blocks back (the full ones stay cached until needed) and returns to the queue at its old place. Admission is
+strictly in order, so nobody starves: the oldest always proceeds. If the blocks it gave back are kept
+(``moves_preempted``), it fetches them on its return; otherwise it computes what the cache has lost.
 
-Who is first. Higher priority; then what was moved from a lost worker, as it has waited there; then the clients take
-turns (`FairTurns`), so that one that sends hundreds keeps another's single one waiting for one turn; then arrival.
+Order. Higher priority; then requests moved from a lost worker, as they have waited there; then the clients take turns
+(`FairTurns`), so that a client with hundreds of requests delays another's single one by one turn; then arrival.
 
 Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`. No clock, no I/O.
 """
@@ -51,8 +51,8 @@ _GRAMMAR_FAILED = Failure.of(
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Bounds of a step and of the queue. ``can_fetch``: somebody performs FetchWanted; ``moves_preempted``: and keeps
-    what `StepPlan.displaced` names where fetches find it. With a ``proposer`` decodes have drafts.
+    """Limits of a step and of the queue. ``can_fetch``: FetchWanted is performed; ``moves_preempted``: and blocks in
+    `StepPlan.displaced` are kept where fetches find them. With a ``proposer`` decodes have drafts.
     """
 
     block_tokens: int
@@ -125,7 +125,7 @@ class Scheduler:
         return self.pulls.begin(name, list(sequence.block_hashes), peer, spare)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop the request; False if the scheduler does not have it (any more): it may have ended a moment ago."""
+        """Drop the request; False if the scheduler does not have it (any more): it may have just ended."""
         request = self._requests.get(request_id)
         if request is None or request.state is EngineRequestState.DRAINING:
             return False
@@ -138,7 +138,7 @@ class Scheduler:
         return True
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
-        """The transfer of the request's FetchWanted is over; the first ``num_blocks_ok`` blocks hold their KV."""
+        """Record that the request's FetchWanted has ended; the first ``num_blocks_ok`` blocks hold their KV."""
         wanted = self._fetches.pop(request_id)
         request = self._requests[request_id]
         assert 0 <= num_blocks_ok <= len(wanted.block_ids)
@@ -153,7 +153,7 @@ class Scheduler:
         if num_blocks_ok < len(wanted.block_ids):
             request.fetch_blocks = 0
             covered = (wanted.first_block + num_blocks_ok) * self.config.block_tokens
-        # The last token is computed here in any case: its logits are what the next token is drawn from.
+        # The last token is always computed here: the next token is drawn from its logits.
         computed = min(covered, request.most_reused)
         if request.num_preemptions == 0:
             request.num_fetched_tokens = computed - request.num_computed
@@ -161,7 +161,7 @@ class Scheduler:
         self._commit_full_blocks(request)
 
     def step_done(self, sampled: Sampled) -> StepOutcome:
-        """The plan is computed; ``sampled`` are the samples of its runs that sample, in order."""
+        """Record that the plan is computed; ``sampled`` are the samples of its sampling runs, in order."""
         plan, self._plan = self._plan, None
         assert plan is not None, "no step was planned"
         tokens, logprobs = sampled.tokens, sampled.logprobs
@@ -186,7 +186,7 @@ class Scheduler:
                 if proposed != tokens[at] or request.state is not EngineRequestState.RUNNING:
                     break
                 num_accepted += 1
-                request.num_computed += 1  # the KV of what was just appended is there
+                request.num_computed += 1  # the KV of the token just appended is there
                 committed += self._commit_full_blocks(request)
                 outputs.append(self._append(request, tokens[at + 1], logprobs[at + 1]))
             if run.draft:
@@ -195,7 +195,7 @@ class Scheduler:
         return StepOutcome(outputs, committed, num_accepted)
 
     def _shorten(self, request: EngineRequest) -> None:
-        """Give back the blocks behind those of the request's own tokens, which held what was drafted in vain."""
+        """Give back the blocks behind those of the request's own tokens, which held rejected drafts."""
         kept = self._num_blocks(request.num_tokens)
         self.pool.release(request.block_ids[kept:], used=False)
         del request.block_ids[kept:]
@@ -212,7 +212,7 @@ class Scheduler:
             (decoding if len(request.sequence) - request.num_computed == 1 else prefilling).append(request)
         self._plan_running(plan, decoding)
         self._plan_running(plan, prefilling)
-        if not plan.preempted:  # who was just displaced must not come back over the blocks it gave up
+        if not plan.preempted:  # a request just displaced must not return over the blocks it gave up
             if self._waiting:
                 self._admit_waiting(plan)
             if self.config.proposer is not None:
@@ -221,13 +221,13 @@ class Scheduler:
         return plan
 
     def _add_drafts(self, plan: StepPlan, proposer: NgramProposer) -> None:
-        """Let decodes go ahead of themselves, with what budget and room everybody else has left over."""
+        """Let decodes run ahead with drafts, from the budget and room left by all others."""
         for at, run in enumerate(plan.runs):
             request = run.request
-            # A grammar's state moves forward only, and what is handed over has one token.
+            # A grammar's state only moves forward, and a request to be handed over has one token.
             if run.num_tokens != 1 or not run.samples or request.grammar is not None or request.hold_kv:
                 continue
-            # One token is drawn in any case, behind the drafted ones.
+            # One token is always drawn, after the drafted ones.
             ahead = min(self.max_tokens - request.num_tokens, request.stop.max_new_tokens - request.num_generated) - 1
             proposed = proposer.propose(request.sequence.tokens, min(plan.budget, ahead))
             missing = self._num_blocks(request.num_tokens + len(proposed)) - len(request.block_ids)
@@ -240,7 +240,7 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
             if request.state is not EngineRequestState.RUNNING:
-                continue  # preempted for an older one, just now
+                continue  # just preempted for an older one
             if plan.budget == 0:
                 return
             if self._make_room(request, plan):
@@ -310,16 +310,16 @@ class Scheduler:
                     request.peer = None
 
     def _admissible(self) -> Iterator[EngineRequest]:
-        """Those who wait, in order, without those for whom a last part is just being pulled."""
+        """Return waiting requests, in order, except those for which a last part is just being pulled."""
         return (request for request in self._waiting if not self.pulls.is_transferring(request.ahead))
 
     def _take_blocks(self, request: EngineRequest) -> bool:
-        """Match what is cached and allocate the rest of the blocks; False (and nothing taken) if too few are left."""
-        # At least the last token stays to be computed, even if every block of the prompt is cached.
+        """Match cached blocks and allocate the rest; False (and nothing taken) if too few are left."""
+        # At least the last token must be computed, even if every block of the prompt is cached.
         usable = request.most_reused // self.config.block_tokens
         hits = self.pool.match(request.sequence.block_hashes[:usable])
         missing = self._num_blocks(request.num_tokens) - len(hits)
-        # One block for each running request, so that it is not displaced by the newcomer at its next full block.
+        # One block per running request, so that the newcomer does not displace it at its next full block.
         while missing + len(self._running) > self.pool.num_available and not self._fits_alone(missing):
             in_sight = self.pool.num_available + self.pulls.num_blocks
             if missing > in_sight or not self.pulls.give_way():
@@ -391,11 +391,11 @@ class Scheduler:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_tokens)
 
-    # ---- what others may ask
+    # ---- for outside
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks yet (or no longer)."""
+        """Requests without blocks (not yet, or no longer)."""
         return len(self._waiting)
 
     @property
@@ -404,12 +404,12 @@ class Scheduler:
 
     @property
     def num_fetching(self) -> int:
-        """Requests whose blocks a transfer writes, aborted ones included."""
+        """Requests whose blocks a transfer writes, including aborted ones."""
         return len(self._fetches)
 
     @property
     def pending(self) -> tuple[int, int]:
-        """The queue as a load figure: tokens of all live requests that are still to be computed, and their pairs.
+        """The queue as a load figure: tokens of all live requests still to be computed, and their pairs.
 
         Twice the (query, key) pairs of these tokens: long prompts cost more than their tokens.
         """
@@ -422,7 +422,7 @@ class Scheduler:
 
     @property
     def num_added(self) -> int:
-        """How many requests were ever added."""
+        """Requests ever added."""
         return self._num_added
 
     @property

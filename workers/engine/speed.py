@@ -1,7 +1,8 @@
-"""The speed of this worker, from its steps and transfers: tokens or bytes over seconds, the past fading. Pure.
+"""Speed of this worker, from its steps and transfers: tokens or bytes over seconds, the past fading. Pure.
 
 The engine's thread owns it. Only steps of many tokens measure the speed of prefill: a prompt of 37 tokens takes about
-as long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong promise for the next 2,000.
+as long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong prediction for the next
+2,000.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 from tanghulu.session.load import PeerRead, WorkerLoad
 from tanghulu.workers.engine.step_model import NO_WORK, StepModel, StepWork
 
-_FADE = 0.8  # of what was known before, at each new observation
+_FADE = 0.8  # of the past, at each new observation
 _PREFILL_TOKENS = 128  # steps of at least this many tokens count as prefill
-#: From other workers, until something was read: that this worker can at all is worth knowing.
+#: Assumed speed of reads from other workers, until something was read: it matters that this worker can at all.
 ASSUMED_PEER_BYTES_PER_S = 1e9
 #: Peers whose reads are counted between two reports.
 MAX_READ_PEERS = 32
-#: Tokens of a step at most, where nothing is said.
+#: Default of the most tokens of a step.
 DEFAULT_STEP_TOKENS = 512
-_DECODE_TOKENS = 32  # steps of at most this many tokens, one a sequence, count as decode
+_DECODE_TOKENS = 32  # steps of at most this many tokens, one per sequence, count as decode
 
 
 class _Rate:
@@ -67,14 +68,14 @@ class SpeedMeter:
             self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
 
     def take_reads(self) -> tuple[PeerRead, ...]:
-        """Return and forget what was read from peers since the last call, summed for each."""
+        """Return and clear the reads from peers since the last call, summed by peer."""
         reads = tuple(self._reads.values())
         self._reads.clear()
         return reads
 
     @property
     def speeds(self) -> WorkerLoad:
-        """A load with the measured speeds alone; 0 while unknown, but for ``peer_bytes_per_s``."""
+        """A load with the measured speeds alone; 0 while unknown, except for ``peer_bytes_per_s``."""
         steps_per_s = self._decode.per_s
         return WorkerLoad(
             prefill_tokens_per_s=self._prefill.per_s,

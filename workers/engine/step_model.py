@@ -1,15 +1,15 @@
-"""How long a step takes, fitted to the steps that were taken: what a prefill or a decode would cost here.
+"""Duration of a step, fitted to past steps: what a prefill or a decode would cost here.
 
 Pure. A step that computes T tokens of prompts, which attend to P pairs of tokens (``end^2 - start^2`` of each run), and
-one token of each of S sequences with C tokens of context together, is taken to last
+one token of each of S sequences with C tokens of context together, is assumed to last
 
     prefill_fixed + token * T + pair * P + (sequence * S + context * C)      with prompts in it
     decode_fixed + sequence * S + context * C                                without
 
 (the shape of Mooncake's estimate, FAST '25, section 4.1, for a step). Both are fitted by least squares of the
 *relative* error, with constants of at least 0, over a fading past that fades only by steps of its own kind: an hour of
-decoding does not wash out what is known of prefill. Example: 67 ms for the first 512 tokens of a prompt, 216 ms for the
-first 2,048, and 240 ms for the 2,048 behind those, are 20 ms + 90 us x T + 2.8 ns x P.
+decoding does not erase the measurements of prefill. Example: 67 ms for the first 512 tokens of a prompt, 216 ms for the
+first 2,048, and 240 ms for the 2,048 after those, are 20 ms + 90 us x T + 2.8 ns x P.
 
 A prompt of n tokens in chunks of b takes n / b steps, so ``prefill`` adds ``prefill_fixed / b`` to each token.
 """
@@ -20,17 +20,17 @@ from msgspec import Struct
 
 from tanghulu.session.load import DecodeProfile, PrefillProfile
 
-#: What is left of the past at each step of the kind.
+#: Share of the past kept at each step of the kind.
 FADE = 0.995
-#: The constants are worked out after MIN_STEPS, whenever there are twice as many, and every so many: it takes 0.1 ms.
+#: The constants are computed after MIN_STEPS, at each doubling, and at this interval: it takes 0.1 ms.
 MIN_STEPS, EVERY = 8, 64
 _SWEEPS = 30
-#: Weight of "as before" against what was seen, for what the steps cannot tell apart.
+#: Weight of the old constants against observations, where the steps cannot distinguish them.
 _PRIOR = 1e-6
 
 
 class StepWork(Struct, frozen=True):
-    """What a step computed: see the module for T, P, S and C."""
+    """Work of a step: see the module for T, P, S and C."""
 
     prefill_tokens: int = 0
     prefill_pairs: int = 0
@@ -51,7 +51,7 @@ class _Fit:
         self._products = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0  # aa, ab, ac, bb, bc, cc
 
     def add(self, features: tuple[float, float, float], seconds: float) -> bool:
-        """Note a step of ``seconds``; returns whether the constants were worked out anew."""
+        """Note a step of ``seconds``; return whether the constants were recomputed."""
         a, b, c = features
         a, b, c = a / seconds, b / seconds, c / seconds
         of_a, of_b, of_c = self._targets
@@ -88,8 +88,8 @@ class _Fit:
 class StepModel:
     """Feed it steps; read ``prefill`` and ``decode``. ``budget``: the most tokens of a step, in which prompts are cut.
 
-    Both are None until there were enough steps with prompts, ``decode`` until some had none. ``prefill.token_s`` has
-    the fixed part of a chunk's step in it.
+    Both are None until there were enough steps with prompts, ``decode`` until some had none. ``prefill.token_s``
+    includes the fixed part of a chunk's step.
     """
 
     def __init__(self, budget: int) -> None:
@@ -108,7 +108,7 @@ class StepModel:
             return
         _, sequence_s, context_s = self._decode.constants
         own_s = seconds - sequence_s * work.decode_sequences - context_s * work.decode_context
-        if own_s > seconds / 4:  # else it says little of prefill
+        if own_s > seconds / 4:  # else it reveals little about prefill
             self._note(self._prefill.add((1.0, work.prefill_tokens, work.prefill_pairs), own_s))
 
     def _note(self, is_new: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler decides for a step, as plain data."""
+"""The scheduler's decisions for a step, as plain data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tanghulu.workers.engine.step_model import StepWork
 class ScheduledRun(Struct, frozen=True):
     """Compute tokens ``start .. start+num_tokens`` of ``request``; ``samples`` if that reaches its last token.
 
-    A run that samples may have a ``draft``: tokens that may follow, which are computed behind its own. A token is then
-    drawn behind its last and behind each of the draft, as if all before it were accepted.
+    A sampling run may have a ``draft``: tokens that may follow, computed after its own. A token is then drawn after its
+    last and after each of the draft, as if all before it were accepted.
     """
 
     request: EngineRequest
@@ -25,17 +25,17 @@ class ScheduledRun(Struct, frozen=True):
 
     @property
     def num_samples(self) -> int:
-        """Tokens that are drawn."""
+        """Number of drawn tokens."""
         return 1 + len(self.draft) if self.samples else 0
 
 
 class FetchWanted(Struct, frozen=True):
     """Write KV into ``block_ids``, the prompt's blocks from number ``first_block`` on, then call `fetch_done`.
 
-    ``num_tokens`` counts from the prompt's first token: the last block is partial if it is no multiple of the
-    block size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The
-    blocks belong to the transfer until `fetch_done`, even if the request is aborted meanwhile. What ``peer`` does not
-    bring, and all without one, comes from ``holder``, if there is one, and from the store.
+    ``num_tokens`` counts from the prompt's first token: the last block is partial if it is not a multiple of the block
+    size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The blocks belong
+    to the transfer until `fetch_done`, even if the request is aborted meanwhile. Blocks that ``peer`` does not deliver,
+    or all without one, come from ``holder``, if there is one, and from the store.
     """
 
     request_id: RequestId
@@ -48,13 +48,13 @@ class FetchWanted(Struct, frozen=True):
 
 
 class StepPlan(Struct):
-    """One step: what to compute, which requests it preempted, and what to fetch meanwhile.
+    """One step: what to compute, which requests it preempts, and what to fetch meanwhile.
 
-    The scheduler alone changes it, while it decides.
-    ``declined``: exports of other workers that need not be fetched, because all of them was found here. ``reused``:
-    cached blocks that newly admitted requests found here. ``displaced``: full blocks that only preempted requests
-    had, whose bytes stay until the step is computed; empty where no sink would keep them. ``num_tokens`` are computed,
-    and ``num_drafted`` of drafts besides; ``budget`` is what they leave of the step's tokens.
+    Only the scheduler changes it, while it decides. ``declined``: exports of other workers that need not be fetched,
+    because all of it was found here. ``reused``: cached blocks that newly admitted requests found here. ``displaced``:
+    full blocks held only by preempted requests, whose bytes stay until the step is computed; empty if no sink would
+    keep them. ``num_tokens`` are computed, and ``num_drafted`` of drafts in addition; ``budget`` is the remainder of
+    the step's tokens.
     """
 
     budget: int
@@ -95,13 +95,13 @@ class StepPlan(Struct):
         self.runs.append(ScheduledRun(request, start, count, count == pending))
 
     def add_draft(self, at: int, proposed: tuple[int, ...]) -> None:
-        """Have run number ``at`` compute ``proposed`` behind its own tokens."""
+        """Have run number ``at`` compute ``proposed`` after its own tokens."""
         self.budget -= len(proposed)
         self.num_drafted += len(proposed)
         self.runs[at] = structs.replace(self.runs[at], draft=proposed)
 
     def drop_runs(self, request: EngineRequest) -> None:
-        """Take back what was planned for ``request`` (a young decode, planned before an older prefill)."""
+        """Take back the plan for ``request`` (a young decode, planned before an older prefill)."""
         dropped = sum(run.num_tokens for run in self.runs if run.request is request)
         self.budget += dropped
         self.num_tokens -= dropped
@@ -120,9 +120,9 @@ class CommittedBlock(Struct, frozen=True):
 def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
     """Plan the fetch of a just admitted request; None if nothing is missing or allowed.
 
-    ``request.num_computed`` tokens (whole blocks) were found here. From a peer's export everything is wanted,
-    the partial last block included; from the store whole blocks, and never the one with the last token, so
-    that something remains to compute logits from; nor, of either, one with tokens whose logits are wanted themselves.
+    ``request.num_computed`` tokens (whole blocks) were found here. From a peer's export everything is fetched,
+    including the partial last block; from the store whole blocks, and never the one with the last token, so that
+    something remains to compute logits from; nor, from either, one with tokens whose logits are requested.
     """
     usable = request.most_reused // block_tokens
     if request.peer is not None:

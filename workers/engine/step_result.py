@@ -15,14 +15,14 @@ from tanghulu.workers.engine.step_plan import CommittedBlock
 
 
 class Sampled(Struct, frozen=True):
-    """One token for each row, in order; ``logprobs`` has None where none are wanted."""
+    """One token per row, in order; ``logprobs`` has None where none are requested."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
 
 
 class StepOutcome(Struct, frozen=True):
-    """What a completed step changed; ``num_accepted`` tokens of drafts were right."""
+    """Changes by a completed step; ``num_accepted`` tokens of drafts were right."""
 
     outputs: list[Output]
     committed: list[CommittedBlock]
@@ -30,7 +30,7 @@ class StepOutcome(Struct, frozen=True):
 
 
 class StepTimings(Struct, frozen=True):
-    """Where a step's time went, in seconds."""
+    """Parts of a step's time, in seconds."""
 
     schedule_s: float = 0.0
     forward_s: float = 0.0
@@ -40,7 +40,7 @@ class StepTimings(Struct, frozen=True):
 class StepResult(Struct, frozen=True):
     """The result of one step; empty (`idle`) if there was nothing to compute.
 
-    ``num_drafted_tokens`` of the computed ones were proposed, of which ``num_accepted_tokens`` became text.
+    ``num_drafted_tokens`` of the computed ones were proposed, and ``num_accepted_tokens`` of those became text.
     """
 
     outputs: Sequence[Output] = ()

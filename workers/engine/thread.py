@@ -1,7 +1,7 @@
 """The thread that steps the engine, and the only one that touches it.
 
-Others post commands, which run between two steps, in order; after each step (or batch of commands that changed
-something) one report leaves. The event loop of the process is never blocked by the model, nor the model by it.
+Other threads post commands, which run between two steps, in order; after each step (or batch of commands that changed
+something) one report is sent. The event loop of the process is never blocked by the model, nor the model by it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tanghulu.workers.engine.step_result import StepResult
 
 _log = structlog.get_logger(__name__)
 
-#: Steps that share one load while requests only go on.
+#: Steps that share one load while requests merely continue.
 MAX_STEPS_A_LOAD = 16
-#: The longest that a command which wakes nobody waits.
+#: Longest wait of a command that wakes nobody.
 MAX_REST_S = 0.5
 
 Command = Callable[[EngineCore], object]
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 
 class EngineLoad(Struct, frozen=True):
-    """How busy the engine is: ``shared`` with conductors, and figures of this worker alone.
+    """Load of the engine: ``shared`` with conductors, and figures of this worker alone.
 
-    ``num_fetching`` requests are among those that wait; ``num_added`` have come so far.
+    ``num_fetching`` requests are among those waiting; ``num_added`` have arrived so far.
     """
 
     shared: WorkerLoad = WorkerLoad()
@@ -56,7 +56,7 @@ class EngineLoad(Struct, frozen=True):
 
 
 class StepReport(Struct, frozen=True):
-    """The result of a step, the load, and the exports of requests that have changed."""
+    """Result of a step, the load, and the changed exports of requests."""
 
     result: StepResult
     load: EngineLoad
@@ -66,8 +66,8 @@ class StepReport(Struct, frozen=True):
 class EngineThread:
     """Runs ``core`` until ``stop``. ``on_report`` and ``on_failure`` are called in the engine's thread.
 
-    ``in_turn`` has a function called in the event loop in its place among the reports, if these do not go there one by
-    one by ``call_soon_threadsafe``.
+    ``in_turn`` has a function called in the event loop in its place among the reports, if these are not delivered there
+    one by one by ``call_soon_threadsafe``.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class EngineThread:
             self._wake.notify()
 
     def post_lazily(self, command: Command) -> None:
-        """Run ``command``, which gives blocks back, before the next step; any thread may call.
+        """Run ``command``, which gives blocks back, before the next step without waking an idle thread; thread-safe.
 
-        It wakes the thread only for requests that wait for blocks. With nothing to do it runs ``MAX_REST_S`` later at
-        the most: to wake for each release and each chunk that was stored would cost as much as the prefill of a
-        short prompt.
+        It wakes the thread only for requests waiting for blocks. Otherwise an idle thread runs it within
+        ``MAX_REST_S``: waking for each release and each stored chunk would cost as much as the prefill of a short
+        prompt.
         """
         with self._wake:
             self._commands.append(command)
-            if self._core.scheduler.has_work:  # if the thread sleeps, that is what it sleeps for
+            if self._core.scheduler.has_work:  # a sleeping thread waits for just that
                 self._wake.notify()
 
     async def call(self, command: Callable[[EngineCore], T]) -> T:
-        """Run ``command`` between two steps; returns its result, or raises its typed error, in the event loop."""
+        """Run ``command`` between two steps; return its result, or raise its typed error, in the event loop."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -129,7 +129,7 @@ class EngineThread:
     def submit(
         self, request: EngineRequest, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
     ) -> None:
-        """Add ``request``; one of the two is called in the event loop, in front of the reports of what comes of it."""
+        """Add ``request``; one of the two is called in the event loop, before the reports that result from it."""
         in_turn = self._in_turn or asyncio.get_running_loop().call_soon_threadsafe
 
         def add(core: EngineCore) -> None:
@@ -146,7 +146,7 @@ class EngineThread:
         self.post(lambda core: core.pull_ahead(name, sequence, peer))
 
     def abort(self, request_id: RequestId) -> None:
-        """Abort a request; one that has ended has its report on its way."""
+        """Abort a request; the report of one that has ended is on its way."""
         self.post(lambda core: core.abort(request_id))
 
     def snapshot(self, take: Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]) -> None:
@@ -160,11 +160,11 @@ class EngineThread:
         self.post(look)
 
     def beat(self) -> None:
-        """Have a report come, whether there is work or not."""
+        """Request a report, whether there is work or not."""
         self.post(lambda core: None)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End after the step under way; commands that came before are run. False: it has not ended in ``timeout_s``."""
+        """End after the step under way, having run earlier commands. False if it has not ended in ``timeout_s``."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -173,7 +173,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # for people who look at the process's threads
+        with contextlib.suppress(OSError):  # for inspection of the process's threads
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("engine")
         try:
             while True:
@@ -188,7 +188,7 @@ class EngineThread:
             self._on_failure(error)
 
     def _take_commands(self) -> tuple[list[Command], bool]:
-        """What is to be done before the next step; sleeps while there is nothing to do at all."""
+        """Return the commands for before the next step; sleeps while there is nothing to do at all."""
         if self._can_step and not self._commands and not self._stopping:
             return [], False
         with self._wake:
@@ -205,7 +205,7 @@ class EngineThread:
         result = self._core.step() if scheduler.has_work else StepResult()
         self._core.rest()
         events = result.kv_events or tuple(scheduler.pool.take_events())
-        # A step may find that all who wait are blocked by transfers: only an event from outside changes that.
+        # A step may find all waiting requests blocked by transfers: only an event from outside changes that.
         self._can_step = scheduler.has_work and not result.idle
         if not result.idle:
             seconds = result.timings.forward_s + result.timings.sample_s
@@ -219,16 +219,16 @@ class EngineThread:
             self._on_report(StepReport(_with_events(result, events), load, exports))
 
     def _load_after(self, *, goes_on: bool) -> EngineLoad:
-        """The load after a step; steps that decode and nothing else (``goes_on``) change it little and share one."""
+        """Return the load after a step; pure decode steps (``goes_on``) change it little and share one."""
         self._num_shared += 1
         if not goes_on or self._num_shared >= MAX_STEPS_A_LOAD:
             self._load = self.load(self._speed.take_reads())
-            # What was read from peers is commanded once.
+            # Reads from peers arrive as commands, once.
             self._num_shared = MAX_STEPS_A_LOAD if self._load.shared.reads else 0
         return self._load
 
     def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
-        """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""
+        """Return the engine's load now; called in the engine's thread (by a command); with ``reads`` from peers."""
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
         pending_tokens, pending_pairs = scheduler.pending
         shared = structs.replace(

@@ -1,8 +1,8 @@
-"""Between the engine and the outside: prefixes come in before they are computed, new blocks go out behind it.
+"""Between the engine and the outside: prefixes are fetched before they are computed, new blocks saved afterwards.
 
-The engine names the blocks that it wants (`FetchWanted`) and those that it made (`CommittedBlock`) and goes on; threads
-of the connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine learns how many
-leading blocks arrived whole (0 is always an answer), and computes the rest.
+The engine names the blocks that it wants (`FetchWanted`) and those that it made (`CommittedBlock`) and continues;
+threads of the connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine is
+informed of the number of leading blocks that arrived whole (0 is always an answer), and computes the rest.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from tanghulu.workers.metrics import WorkerMetrics
 
 _log = structlog.get_logger(__name__)
 
-#: Deferred blocks written at a time: a request that comes meanwhile finds the rest of the memory's bandwidth its own.
+#: Deferred blocks written at a time: a request arriving meanwhile has the rest of the memory's bandwidth.
 _IDLE_BLOCKS = 16
 #: Threads that load; on a GPU each has pinned memory of its own.
 NUM_FETCH_THREADS = 2
 
-#: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
+#: Hashes remembered as written; forgotten ones are at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """Which blocks are kept in the store, and bounds.
+    """Selection of blocks to keep in the store, and limits.
 
     ``max_pending_bytes`` bounds the bytes on their way to the store; beyond it new blocks are not kept.
-    ``max_deferred_bytes`` bounds those of blocks that wait to be written (store policy *defer*).
+    ``max_deferred_bytes`` bounds those of blocks waiting to be written (store policy *defer*).
     """
 
     store_policy: str = "all"
@@ -78,13 +78,13 @@ class KvConnector:
         self._post_lazily: Callable[[Command], None]
         self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
-        self._handed: deque[FetchWanted] = deque()  # hand-overs that no fetcher has begun with
+        self._handed: deque[FetchWanted] = deque()  # hand-overs not begun by any fetcher
         self._taking = threading.Lock()  # of some of them
-        self._pullers = ThreadPoolExecutor(MAX_PULLS, "kv-pull")  # they wait; what moves blocks are the fetchers
+        self._pullers = ThreadPoolExecutor(MAX_PULLS, "kv-pull")  # they wait; the fetchers move the blocks
         self._pulls: dict[RequestId, threading.Event] = {}  # set when a pull is to end; the engine's thread alone
         self._releaser = ThreadPoolExecutor(1, "kv-release")  # other workers' blocks wait for no slow fetch
         self._writer = ThreadPoolExecutor(1, "kv-save")
-        self._pending_blocks = 0  # the engine's thread alone changes it
+        self._pending_blocks = 0  # changed by the engine's thread alone
         self._num_dropped = 0
         self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
@@ -95,7 +95,7 @@ class KvConnector:
         post: Callable[[Command], None],
         post_lazily: Callable[[Command], None],
     ) -> None:
-        """Connect to the engine before its first step: its blocks, and what runs commands in its thread.
+        """Connect to the engine before its first step: its blocks, and the function that runs commands in its thread.
 
         ``post`` wakes the thread for its command, ``post_lazily`` need not.
         """
@@ -105,7 +105,7 @@ class KvConnector:
         self._policy = make_store_policy(self._config.store_policy, max_deferred)
 
     def close(self) -> None:
-        """Wait for transfers under way; later ones are refused by the executors."""
+        """Wait for transfers under way; the executors refuse later ones."""
         for left in list(self._pulls.values()):
             left.set()
         self._pullers.shutdown(wait=True, cancel_futures=True)
@@ -137,19 +137,19 @@ class KvConnector:
             left.set()
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Keep in the store, behind the computation, what the policy finds worth it."""
+        """Keep in the store, after the computation, the blocks selected by the policy."""
         if self._store is not None:
             self._keep(self._policy.committed(blocks))
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Keep blocks in the store that the policy finds worth it now that they were used again."""
+        """Keep in the store the blocks that the policy selects now that they were used again."""
         if self._store is not None:
             self._keep(self._policy.reused(blocks))
 
     def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Move to the store what is not there yet, as far as the bound on bytes under way allows, prefixes first.
+        """Move to the store the blocks not there yet, within the bound on bytes under way, prefixes first.
 
-        The step that follows may overwrite the blocks, so their bytes are copied: a block of 1.5 MB in about 0.2 ms.
+        The following step may overwrite the blocks, so their bytes are copied: a block of 1.5 MB in about 0.2 ms.
         """
         missing = [block for block in blocks if block.block_hash not in self._written]
         taken = missing[: self._num_writable] if self._store_answers else []
@@ -171,7 +171,7 @@ class KvConnector:
         return copies
 
     def engine_idle(self) -> None:
-        """Write what was deferred, a batch at a time: the end of one brings the next, if the engine is idle still."""
+        """Write deferred blocks, a batch at a time: the end of one starts the next, if the engine is still idle."""
         if self._store_answers and self._pending_blocks == 0:
             self._keep(self._policy.idle(_IDLE_BLOCKS))
 
@@ -195,11 +195,11 @@ class KvConnector:
 
     @property
     def _num_writable(self) -> int:
-        """Blocks that may still be sent on their way."""
+        """Number of blocks that may still be sent."""
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
     def _write(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
-        """Run ``save`` in the writer's thread, which returns how many it kept; ``held`` blocks are given back then."""
+        """Run ``save`` in the writer's thread, which returns the number kept; ``held`` blocks are given back then."""
         self._count_pending(len(hashes))
         self._written.update(dict.fromkeys(hashes))
         while len(self._written) > _MAX_WRITTEN:
@@ -212,16 +212,16 @@ class KvConnector:
 
     @property
     def _store_answers(self) -> bool:
-        """Whether there is a store, and it has not failed a moment ago: requests do not wait for its deadlines."""
+        """Whether there is a store that has not just failed: requests do not wait for its deadlines."""
         return self._store is not None and self._store.is_available
 
     # --- in the connector's threads
 
     def _fetch_handed(self) -> None:
-        """Fetch the hand-overs that wait for one worker, as many as one turn brings.
+        """Fetch the hand-overs waiting for one worker, as many as fit one turn.
 
-        Those that come in company are read, and then decoded, in company: one after the other each would have its own
-        round trip, and its own steps.
+        Requests handed over together are read, and then decoded, together: otherwise each would have its own round
+        trip, and its own steps.
         """
         wanted = self._take_handed()
         left = self._fetch_together(wanted) if len(wanted) > 1 else wanted
@@ -231,7 +231,7 @@ class KvConnector:
             self._fetch(each)
 
     def _take_handed(self) -> list[FetchWanted]:
-        """Take the next that waits, and those right behind it that are read with it; [] if another fetcher has them."""
+        """Take the next waiting one, and those right behind it to be read with it; [] if another fetcher has them."""
         taken: list[FetchWanted] = []
         with self._taking:
             num_free = self._turn_blocks
@@ -244,7 +244,7 @@ class KvConnector:
         return taken
 
     def _fetch_together(self, wanted: Sequence[FetchWanted]) -> list[FetchWanted]:
-        """Fetch hand-overs of one worker by one read; returns those that did not come whole."""
+        """Fetch hand-overs of one worker by one read; return those that did not arrive whole."""
         started_s = time.monotonic()
         parts = [ExportPart(each.peer, each.first_block, len(each.block_ids)) for each in wanted if each.peer]
         num_ok = 0
@@ -290,9 +290,9 @@ class KvConnector:
         self._release_read(wanted, num_peer)  # the request need not wait for that
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
-        """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it.
+        """Yield each source in order: its name, the end of the blocks it may have, and a function that reads them.
 
-        Behind a peer's export, which alone has the partial last block, the others are asked for what did not come.
+        After a peer's export, which alone has the partial last block, the others are tried for the missing blocks.
         """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
@@ -308,18 +308,18 @@ class KvConnector:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
     def _pull(self, wanted: FetchWanted, left: threading.Event) -> None:
-        """Fetch blocks of an export that grows, as they are computed there, until it is over or the pull is left."""
+        """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""
         peer, name = wanted.peer, wanted.request_id
         assert peer is not None
         try:
             with self._peers.watch(peer) as watch:
                 self._pull_turns(wanted, left, watch)
-        except TanghuluError as error:  # over, or away: the request fetches the rest from any source
+        except TanghuluError as error:  # ended, or unreachable: the request fetches the rest from any source
             _log.debug("pull.ended", name=name, code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - a bug here must not keep the blocks for ever: the request fetches them
             _log.exception("pull.failed", name=name)
         finally:
-            # In front of the request's own read of the export, which is under the same session.
+            # Before the request's own read of the export, which is under the same session.
             self._released(peer, 0, keep=True)
             self._post(lambda core: self._pulled(core, name))
 
@@ -329,7 +329,7 @@ class KvConnector:
 
     def _pull_turns(self, wanted: FetchWanted, left: threading.Event, watch: Watch) -> None:
         at, ids = 0, wanted.block_ids
-        # After each turn a pull reports the blocks that came, and ends if it is no longer wanted.
+        # After each turn a pull reports the arrived blocks, and ends if it is no longer wanted.
         while at < len(ids) and not left.is_set():
             shown = watch(wanted.first_block + at)
             until = min(shown.num_blocks - wanted.first_block, len(ids), at + self._turn_blocks)
@@ -357,7 +357,7 @@ class KvConnector:
         return num_ok
 
     def _reading(self, wanted: FetchWanted) -> Move:
-        """Return what reads the wanted blocks of the peer's export."""
+        """Return a function that reads the wanted blocks of the peer's export."""
         assert wanted.peer is not None
         parts = [ExportPart(wanted.peer, wanted.first_block, len(wanted.block_ids))]
         return lambda at, buffers: self._read_exports(parts, at, buffers)
@@ -366,7 +366,7 @@ class KvConnector:
         return self._peers.read(cut(parts, at, len(buffers)), buffers)
 
     def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
-        """As `_fill`; 0 after a failure, which is counted."""
+        """Do `_fill`; return 0 after a failure, which is counted."""
         try:
             return self._fill(source, wanted, numbers, read, noted)
         except TanghuluError as error:
@@ -375,9 +375,9 @@ class KvConnector:
             return 0
 
     def _fill(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
-        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived.
+        """Fetch the wanted blocks of these ``numbers``; return the number of leading ones that arrived.
 
-        How fast they came is ``noted``, for the engine's thread.
+        Their speed is ``noted``, for the engine's thread.
         """
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
@@ -389,7 +389,7 @@ class KvConnector:
         return num_ok
 
     def _release_read(self, wanted: FetchWanted, num_blocks: int) -> None:
-        """Release the peer's export, if the fetch has one, of which ``num_blocks`` were read."""
+        """Release the peer's export, if the fetch has one, after reading ``num_blocks`` of it."""
         if wanted.peer is not None:
             self._released(wanted.peer, num_blocks * self._layout.block_bytes, keep=False)
 
@@ -407,7 +407,7 @@ class KvConnector:
         self._metrics.prefix_tokens.labels(source).inc(tokens)
 
     def _speed_note(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> Command:
-        """Return what notes how fast blocks came, in the engine's thread."""
+        """Return a function that notes the blocks' speed, in the engine's thread."""
         num_bytes = num_blocks * self._layout.block_bytes
         if source == "store":
             return lambda _: self._speed.fetched(num_bytes, seconds)
@@ -436,7 +436,7 @@ class KvConnector:
         self._metrics.store_bytes.inc(num_saved * self._layout.block_bytes)
         self._metrics.store_failures.inc(len(hashes) - num_saved)
         lost = hashes if num_saved < len(hashes) else []
-        # Blocks that wait to be written while the engine is idle go on when these are there.
+        # Blocks waiting to be written while the engine is idle continue when these are there.
         post = self._post if self._policy.num_deferred else self._post_lazily
         post(lambda core: self._saved(core, len(hashes), lost, held))
 
@@ -448,5 +448,5 @@ class KvConnector:
 
 
 def _address(wanted: FetchWanted) -> str:
-    """The worker whose export the fetch names."""
+    """Return the address of the worker whose export the fetch names."""
     return wanted.peer.address if wanted.peer is not None else ""

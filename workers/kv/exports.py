@@ -1,12 +1,12 @@
-"""KV that prefills hold for other workers: exports, their readers, and when their blocks are given back.
+"""KV held by prefills for other workers: exports, their readers, and the release of their blocks.
 
-An export is held until it is released and its last reader has gone, whichever comes last. Once released it is shown to
-nobody; if only its readers have gone (one died), another may come, unless that one alone knew of it.
+An export is held until it is released and its last reader has gone, whichever comes last. Once released it is no longer
+shown; if only its readers have gone (one died), another may come, unless it was known to that one alone.
 
-An export that grows is ended by its own worker alone, which completes or withdraws it. A complete one that nobody has
-read within ``ttl_s`` is released. Pure: what to do comes back as data.
+A growing export is ended only by its own worker, which completes or withdraws it. A complete one that is not read
+within ``ttl_s`` is released. Pure: actions are returned as data.
 
-Ids are random: nobody guesses another's, and at the same address an id of the run before names nothing, and never
+Ids are random: they cannot be guessed, and at the same address an id of the previous run names nothing, and never
 another prompt's KV.
 """
 
@@ -22,7 +22,7 @@ from tanghulu.workers.engine.exports import ExportState, KvExport
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """The KV of one prompt. ``leases`` are those of its readers; ``one_reader``: no other knows of it."""
+    """KV of one prompt. ``leases`` are those of its readers; ``one_reader``: no other has its name."""
 
     export_id: int
     kv: KvExport
@@ -50,9 +50,9 @@ class ExportTable:
         return len(self._exports)
 
     def add(self, kv: KvExport, now_s: float, *, one_reader: bool = False) -> Export:
-        """Hold ``kv`` ready, for ``ttl_s`` once it is complete; for ``one_reader`` no longer than that one may read.
+        """Hold ``kv`` ready, for ``ttl_s`` once complete; for ``one_reader`` no longer than that one may read.
 
-        An export that grows is known by its name, and goes on.
+        A growing export is recognised by its name, and continues.
         """
         export = self._growing.pop(kv.name, None) or Export(next(self._ids), kv, 0.0, one_reader)
         export.kv, export.expires_at_s = kv, now_s + self._ttl_s
@@ -62,7 +62,7 @@ class ExportTable:
         return export
 
     def withdraw(self, kv: KvExport) -> list[RequestId]:
-        """Release an export that grew; if no reader could know of it yet its blocks are given back at once."""
+        """Release an export that grew; if no reader could have its name yet, its blocks are given back at once."""
         export = self._growing.pop(kv.name, None)
         if export is None:
             return [kv.name]
@@ -74,25 +74,25 @@ class ExportTable:
         export.expires_at_s = now_s + self._ttl_s
 
     def get(self, export_id: int) -> Export:
-        """The export; raises ChunkNotFound when it was released or its time ran out."""
+        """Return the export; raises ChunkNotFound when it was released or its time ran out."""
         export = self._exports.get(export_id)
         if export is None or export.released:
             raise ChunkNotFound(f"export {export_id} is not held here (any more); compute the prompt instead")
         return export
 
     def pinned(self, export: Export, leases: list[LeaseId], now_s: float) -> None:
-        """Note that a reader was given ``leases`` on the export's blocks."""
+        """Note that a reader was granted ``leases`` on the export's blocks."""
         export.leases.update(leases)
         export.expires_at_s = now_s + self._ttl_s
         self._by_lease.update(dict.fromkeys(leases, export))
 
     def leases_of(self, export_id: int) -> list[LeaseId]:
-        """Return the leases that readers hold on the export; none if it is gone."""
+        """Return the leases of readers on the export; none if it is gone."""
         export = self._exports.get(export_id)
         return sorted(export.leases) if export is not None else []
 
     def release(self, export_id: int) -> list[RequestId]:
-        """Release the export, which no worker needs any more; one that grows, or is gone already, is no error."""
+        """Release the export, which no worker needs any more; a growing or lost one is no error."""
         export = self._exports.get(export_id)
         if export is None or export.grows:
             return []

@@ -1,7 +1,7 @@
-"""Connections to other workers, one for each, as their sessions: under it a worker grants leases. Threads share them.
+"""Connections to other workers, one each, as their sessions: a worker grants leases under a session. Thread-safe.
 
-A connection that fails is dropped, and the next use opens another. What its session mapped stays mapped until the last
-thread that reads has ended; that it is unmapped then tells the other worker that nothing reads its blocks any more.
+A failed connection is dropped, and the next use opens another. Its session's mapping remains until the last reading
+thread has ended; its unmapping then signals to the other worker that nothing reads its blocks any more.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _T = TypeVar("_T")
 HELLO_DEADLINE_S = 10.0
 #: Seconds without use after which a connection is closed: its worker may have gone, or have another address now.
 MAX_IDLE_S = 300.0
-#: Seconds for which a worker that let a deadline pass is left alone: every other caller would wait as long again.
+#: Seconds of pause for a worker that let a deadline pass: every other caller would wait as long again.
 SILENT_PAUSE_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
 class PeerLink:
-    """An open connection and its session's mapping; ``num_readers`` threads use it, ``dropped``: no others will."""
+    """An open connection and its session's mapping; ``num_readers`` threads use it, and none will once ``dropped``."""
 
     connection: FastConnection
     segment: RemoteSegment
@@ -57,7 +57,7 @@ class PeerLink:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where the link to one worker is; ``opening`` is held while it is dialled, which no other worker waits for."""
+    """The link to one worker; ``opening`` is held while it is dialled, for which no other worker waits."""
 
     opening: threading.Lock = field(default_factory=threading.Lock)
     num_waiting: int = 0
@@ -65,7 +65,7 @@ class _Place:
 
 
 def link_of(peer: KvSource | PrefixHolder) -> str:
-    """Name the link to ``peer``: ``address|unix path``; a path of another host would be another worker's socket."""
+    """Name the link to ``peer``: ``address|unix path``; the same path on another host is another worker's socket."""
     return f"{peer.address}|{peer.unix_path if peer.host_id == host_id() else ''}"
 
 
@@ -79,16 +79,16 @@ class PeerLinks:
         self._engine = engine
         self._client_id = client_id
         self._clock = clock
-        self._lock = threading.Lock()  # never held while somebody waits for a peer
+        self._lock = threading.Lock()  # never held while waiting for a peer
         self._places: dict[str, _Place] = {}
         self._silent_until_s: dict[str, float] = {}
         self._closed = False
 
     def use(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
-        """Call ``use`` with the link to ``instance``, and again with a new one if an older one turns out to be stale.
+        """Call ``use`` with the link to ``instance``, and again with a new one if an old one turns out to be stale.
 
-        Raises what ``use`` does, and NodeUnavailable or DeadlineExceeded if the worker cannot be reached, or could not
-        a moment ago.
+        Raises what ``use`` raises, and NodeUnavailable or DeadlineExceeded if the worker cannot be reached, or could
+        not a moment ago.
         """
         try:
             return self._use_latest(instance, use)
@@ -98,7 +98,7 @@ class PeerLinks:
             raise
 
     def use_open(self, instance: str, use: Callable[[PeerLink], None]) -> None:
-        """Call ``use`` with the link to ``instance`` if there is a usable one; opens none. Raises what ``use`` does."""
+        """Call ``use`` with the link to ``instance`` if a usable one is open; opens none. Raises what ``use`` does."""
         with self._lock:
             place = self._places.get(instance)
             link = self._lend(place.link) if place is not None else None
@@ -128,7 +128,7 @@ class PeerLinks:
     # --- the links
 
     def _borrow(self, instance: str) -> tuple[PeerLink, bool]:
-        """The link to ``instance``, for one more reader, and whether it was opened for it."""
+        """Return the link to ``instance``, for one more reader, and whether it was opened for it."""
         with self._lock:
             if self._closed:
                 raise NodeUnavailable("this worker reads from no other any more")
@@ -154,7 +154,7 @@ class PeerLinks:
                 place.num_waiting -= 1
 
     def _refuse_silent(self, instance: str) -> None:
-        """Raise NodeUnavailable if the worker has just let somebody wait."""
+        """Raise NodeUnavailable if the worker has just let a caller wait."""
         until_s = self._silent_until_s.get(instance)
         if until_s is None:
             return
@@ -178,14 +178,14 @@ class PeerLinks:
             self._hang_up([link])
 
     def _drop(self, *links: PeerLink | None) -> list[PeerLink]:
-        """Lend ``links`` to nobody any more; returns those that are there, to be hung up."""
+        """Stop lending ``links``; return the existing ones, to be closed."""
         there = [link for link in links if link is not None]
         for link in there:
             link.dropped = True
         return there
 
     def _take_stale(self) -> list[PeerLink]:
-        """Forget links of workers that are gone, and those that nobody used for long."""
+        """Forget links of workers that are gone, and those long unused."""
         now_s = self._clock.now_s()
         since_s = now_s - MAX_IDLE_S
         self._silent_until_s = {name: until_s for name, until_s in self._silent_until_s.items() if until_s > now_s}
@@ -200,7 +200,7 @@ class PeerLinks:
         return stale
 
     def _hang_up(self, links: list[PeerLink]) -> None:
-        """End dropped links; a mapping that somebody reads from goes with its last reader."""
+        """Close dropped links; a mapping in use goes with its last reader."""
         for link in links:
             link.connection.close()
             if link.num_readers == 0:
@@ -228,7 +228,7 @@ class PeerLinks:
         connection = FastConnection(at, unix_path or None, tls=self._credentials.tls.to(WORKER), dead_s=SILENT_HOST_S)
         try:
             return greet(connection, self._credentials.to(at, unix_path))
-        except BaseException:  # an interrupt, too: nobody else would close it; raised on
+        except BaseException:  # including an interrupt: nothing else would close it; re-raised
             connection.close()
             raise
 
@@ -244,7 +244,7 @@ class PeerLinks:
         return reply.message
 
     def close(self) -> None:
-        """Hang up on all workers; reads under way fail."""
+        """Disconnect from all workers; reads under way fail."""
         with self._lock:
             self._closed = True
             links = self._drop(*[place.link for place in self._places.values()])
@@ -252,12 +252,12 @@ class PeerLinks:
         self._hang_up(links)
 
 
-#: How often the connections are looked at, under which something is being read.
+#: Interval at which connections with a read under way are checked.
 LOOK_S = 0.5
 
 
 class SilenceWatch:
-    """Looks at connections from a thread of its own, as long as there are any. Thread-safe."""
+    """Watches connections from a thread of its own, as long as there are any. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -267,7 +267,7 @@ class SilenceWatch:
 
     @contextlib.contextmanager
     def over(self, connection: FastConnection, cancel: Callable[[], None]) -> Iterator[list[NodeUnavailable]]:
-        """Call ``cancel``, from another thread, if ``connection`` is lost inside the block; gives a list for why."""
+        """Call ``cancel``, from another thread, if ``connection`` is lost inside the block; yields a list for why."""
         key, reasons = object(), list[NodeUnavailable]()
         with self._lock:
             self._watched[key] = connection, cancel, reasons
@@ -281,7 +281,7 @@ class SilenceWatch:
                 del self._watched[key]
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._ended.set()
         with self._lock:
             thread = self._thread

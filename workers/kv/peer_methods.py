@@ -1,4 +1,4 @@
-"""The calls by which one worker reads another's KV; their numbers are apart from the store's."""
+"""Calls by which one worker reads another's KV; their numbers are separate from the store's."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ExportedBlock(FastMessage, frozen=True):
 
 
 class ExportPinReply(FastMessage, frozen=True):
-    """The leading blocks of what is wanted, as far as there is room.
+    """The leading blocks requested, as far as there is room.
 
-    ``export_id`` names the export that a PrefixPinRequest has made; 0 where nothing was cached.
+    ``export_id`` names the export made by a PrefixPinRequest; 0 if nothing was cached.
     """
 
     blocks: Sequence[ExportedBlock] = ()
@@ -55,9 +55,9 @@ class ExportPinReply(FastMessage, frozen=True):
 
 
 class ExportReleaseRequest(FastMessage, frozen=True):
-    """The caller reads no more; the export's blocks are given back once all their readers are gone.
+    """The caller has stopped reading; the export's blocks are given back once all their readers are gone.
 
-    ``keep``: only the caller's pins are given back, the export stays for others; so does one that grows.
+    ``keep``: only the caller's pins are given back, the export stays for others; so does a growing one.
     """
 
     export_id: U64
@@ -66,11 +66,11 @@ class ExportReleaseRequest(FastMessage, frozen=True):
 
 
 class ExportReleaseReply(FastMessage, frozen=True):
-    """It is done."""
+    """Acknowledgement."""
 
 
 class ExportWatchRequest(FastMessage, frozen=True):
-    """A long poll, answered when the export has more than ``num_known`` blocks or is complete, or after ``wait_ms``."""
+    """A long poll, answered when the export has over ``num_known`` blocks or is complete, or after ``wait_ms``."""
 
     export_id: U64
     num_known: U32 = 0
@@ -79,7 +79,7 @@ class ExportWatchRequest(FastMessage, frozen=True):
 
 
 class ExportWatchReply(FastMessage, frozen=True):
-    """The number of leading blocks that can be read; the export grows no further where it is ``complete``."""
+    """The number of readable leading blocks; the export stops growing once ``complete``."""
 
     num_blocks: U32
     complete: bool = False

@@ -1,4 +1,4 @@
-"""Reads KV that another worker holds ready, into this worker's blocks. Blocking; threads share it."""
+"""Reads KV held ready by another worker into this worker's blocks. Blocking; thread-safe."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from tanghulu.workers.kv.ports import wipe
 
 _log = structlog.get_logger(__name__)
 
-#: A cached prefix that takes longer than this to come is computed, or loaded from the store, instead.
+#: Limit for a cached prefix to arrive; a slower one is computed, or loaded from the store, instead.
 PREFIX_DEADLINE_S = 5.0
 #: Of every other call, and of each turn of a read: a whole export takes as long as the wire needs.
 DEADLINE_S = 10.0
 #: Bytes of one turn, which has at least a block.
 TURN_BYTES = 16 << 20
-#: Of a release that a request waits for: what is not sent in time ends by the leases' time limit.
+#: Of a release for which a request waits: one not sent in time takes effect by the leases' time limit.
 RELEASE_S = 1.0
-#: Of one question for more of an export, after which the reader may think again.
+#: Of one request for more of an export, after which the reader may reconsider.
 WATCH_S = 0.2
-#: Before a peer whose pinned memory others read is asked once more.
+#: Pause before retrying a peer whose pinned memory is in use by others.
 OVERLOADED_PAUSE_S = 0.1
 
 
@@ -64,7 +64,7 @@ class ExportPart(NamedTuple):
 
 
 def cut(parts: Sequence[ExportPart], at: int, num_blocks: int) -> list[ExportPart]:
-    """Return what holds ``num_blocks`` of the blocks of ``parts``, counted over all of them, from number ``at`` on."""
+    """Return the part of ``parts`` with ``num_blocks`` blocks from number ``at`` on, counted over all of them."""
     found: list[ExportPart] = []
     for peer, first_block, length in parts:
         first, last = max(at, 0), min(at + num_blocks, length)
@@ -75,7 +75,7 @@ def cut(parts: Sequence[ExportPart], at: int, num_blocks: int) -> list[ExportPar
 
 
 class _Pin(NamedTuple):
-    """A call that pins blocks, ``num_blocks`` at most."""
+    """A call that pins at most ``num_blocks`` blocks."""
 
     call: Call[ExportPinReply]
     num_blocks: int
@@ -83,9 +83,9 @@ class _Pin(NamedTuple):
 
 
 class _Shown(NamedTuple):
-    """The blocks that a peer shows at once, leading ones of the request, and the error in place of the next, if any.
+    """Blocks shown by a peer at once, leading ones of the request, and the error in place of the next, if any.
 
-    ``unused``: exports of which something is pinned behind that one. ``made``: exports that the pins have made.
+    ``unused``: exports with pins behind that one. ``made``: exports made by the pins.
     """
 
     blocks: list[ExportedBlock]
@@ -95,7 +95,7 @@ class _Shown(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """What one turn brought: leading whole blocks, and whether the peer may show more."""
+    """Result of one turn: leading whole blocks, and whether the peer may show more."""
 
     num_whole: int
     goes_on: bool
@@ -104,7 +104,7 @@ class _Arrived(NamedTuple):
 class PeerReader:
     """Reads of other workers' exports and cached prefixes.
 
-    Only KV of ``fingerprint`` is read: peers refuse what is of another model, type or tensor-parallel split.
+    Only KV of ``fingerprint`` is read: peers refuse KV of another model, type or tensor-parallel split.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class PeerReader:
     def read(self, parts: Sequence[ExportPart], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with these parts of one worker's exports, one behind the other.
 
-        Returns how many leading blocks arrived whole, checksums verified; the peer shows some at a time, and holds the
-        exports until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
-        did.
+        Returns the number of leading blocks that arrived whole, checksums verified; the peer shows some at a time, and
+        holds the exports until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded
+        when none did.
         """
         turn_blocks = max(1, TURN_BYTES // len(buffers[0])) if buffers else 0
 
@@ -144,7 +144,8 @@ class PeerReader:
     def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
 
-        Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
+        Returns the number of leading ones that arrived whole, 0 if it has none (any more). Raises as `read` does, and
+        Overloaded.
         """
 
         def read(at: int) -> _Arrived:
@@ -157,7 +158,7 @@ class PeerReader:
         return _in_turns(read, len(buffers))
 
     def _read(self, link: PeerLink, pins: Sequence[_Pin], buffers: Sequence[memoryview], deadline_s: float) -> _Arrived:
-        """Pin, copy and verify the blocks that the peer shows at once; an export that a pin has made is released."""
+        """Pin, copy and verify the blocks that the peer shows at once; an export made by a pin is released."""
         outcomes = link.connection.call_many([pin.call for pin in pins], deadline_s=deadline_s)
         shown = _shown(pins, outcomes)
         for export_id in shown.unused:
@@ -176,7 +177,7 @@ class PeerReader:
 
     @contextlib.contextmanager
     def watch(self, peer: KvSource) -> Iterator[Watch]:
-        """Give a function that waits for an export to have more blocks than the ``num_known`` it is called with.
+        """Return a function that waits for an export to have more blocks than its argument ``num_known``.
 
         It returns after ``WATCH_S`` also if none came; it raises ChunkNotFound when the export was withdrawn. No other
         read waits meanwhile. Raises NodeUnavailable or DeadlineExceeded, as the function does.
@@ -194,11 +195,10 @@ class PeerReader:
             connection.close()
 
     def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
-        """Tell the export's holder that this worker reads no more of it, without waiting for its answer.
+        """Notify the export's holder that this worker has stopped reading it, without waiting for its answer.
 
-        Raises NodeUnavailable or DeadlineExceeded.
-        ``keep``: another worker, or a later read of this one, still needs the export; nothing is sent where the
-        session of the reads is gone.
+        Raises NodeUnavailable or DeadlineExceeded. ``keep``: another worker, or a later read of this one, still needs
+        the export; nothing is sent if the session of the reads is gone.
         """
 
         def tell(link: PeerLink) -> None:
@@ -240,7 +240,7 @@ class PeerReader:
         result.raise_first()
 
     def _release_prefix(self, link: PeerLink, export_id: int, bytes_read: int) -> None:
-        """Tell the peer that its blocks are free; it would find out by its own time limit too."""
+        """Notify the peer that its blocks are free; its own time limit would free them too."""
         try:
             _release(link, export_id, bytes_read)
         except TanghuluError as error:
@@ -254,7 +254,7 @@ class PeerReader:
 def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = False) -> None:
     request = ExportReleaseRequest(export_id, bytes_read, keep)
     deadline_s = RELEASE_S if keep else DEADLINE_S
-    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=deadline_s)  # what is lost ends by its time limit
+    link.connection.post(EXPORT_RELEASE.call(request), deadline_s=deadline_s)  # a lost one ends by its time limit
 
 
 def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | TanghuluError]) -> _Shown:
@@ -277,7 +277,7 @@ def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | Tang
 
 
 def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
-    """Call ``read`` until ``count`` blocks arrived or a turn failed or brought less than was shown; return how many."""
+    """Call ``read`` until ``count`` blocks arrived or a turn failed or fell short of those shown; return the count."""
     num_ok = 0
     while num_ok < count:
         try:
@@ -297,7 +297,7 @@ def _asked_twice(read: Callable[[int], _Arrived], at: int) -> _Arrived:
     try:
         return read(at)
     except Overloaded:
-        time.sleep(OVERLOADED_PAUSE_S)  # others read what fills its window: in a moment some of it is free
+        time.sleep(OVERLOADED_PAUSE_S)  # the window is full; wait for another reader to release some of it
         return read(at)
 
 

@@ -1,12 +1,12 @@
-"""Hands KV to other workers: the fast-lane calls on exports, and the leases under which their blocks are read.
+"""Serves KV to other workers: the fast-lane calls on exports, and the leases under which their blocks are read.
 
-Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); this
-module grants the leases, adds the checksums and gives blocks back.
+Runs on the process's event loop. The reader (shm) or the segment server (tcp) moves the bytes; this module grants the
+leases, adds the checksums and gives blocks back.
 
-Pinned blocks are brought to where they are read, and summed up, in threads (`ShownBlocks`). Pins that come in company
+Pinned blocks are copied to where they are read, and checksummed, in threads (`ShownBlocks`). Pins that arrive together
 are small and many: each by itself would wake a thread, and the event loop once more for its result. So those of one
 turn of the loop share a thread, as long as they are small; a large one has its own. Example: pins of 4, 4 and 64 blocks
-of 1 MiB come at once; the first two, 8 MiB, go together, the third alone.
+of 1 MiB arrive at once; the first two, 8 MiB, share a thread, the third has its own.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.metrics import WorkerMetrics
 
 EXPORT_TTL_S = 30.0
-#: Cached prefixes that other workers read at a time; further readers compute, or load from the store.
+#: Cached prefixes that other workers may read at a time; further readers compute, or load from the store.
 MAX_PREFIXES = 16
 SWEEP_S = 1.0
-#: The longest that a reader's question for more of an export is left open.
+#: Longest time for which a reader's request for more of an export is left open.
 MAX_WATCH_S = 1.0
 
 
 class KvIdentity(NamedTuple):
-    """Whose KV is exported: this worker, this run of its process, and the fingerprint that readers must ask for."""
+    """Identity of exported KV: this worker, this run of its process, and the fingerprint that readers must present."""
 
     instance_id: InstanceId
     generation: int
@@ -119,9 +119,9 @@ class PeerServer:
     # --- exports of this worker's own requests
 
     def add_exports(self, exports: Sequence[KvExport]) -> dict[RequestId, KvSource]:
-        """Show what has changed of the exports of this worker's requests.
+        """Show the changes in the exports of this worker's requests.
 
-        Returns the source of each that a reader must learn of: new, or complete.
+        Returns the source of each that must be announced to a reader: new, or complete.
         """
         now_s, sources = self._clock.now_s(), dict[RequestId, KvSource]()
         for kv in exports:
@@ -162,7 +162,7 @@ class PeerServer:
             self._gone(self._exports.lease_freed(each.lease_id))
 
     async def sweep(self) -> None:
-        """End leases and exports whose time is up, until cancelled."""
+        """End expired leases and exports, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = self._clock.now_s()
@@ -200,12 +200,12 @@ class PeerServer:
         self._require_known(peer, request.fingerprint)
         export = self._exports.get(request.export_id)
         if request.first_block:
-            self._drop_leases(request.export_id, peer.state)  # it comes for more, so it has what it came for before
+            self._drop_leases(request.export_id, peer.state)  # a reader returning for more has read the earlier blocks
         wanted = export.kv.block_ids[request.first_block :]
         return await self._pinned(peer, export, wanted[: request.max_blocks or None])
 
     async def _watch(self, peer: Peer, request: ExportWatchRequest, _: memoryview) -> ExportWatchReply:
-        """Answer as soon as the export has more than the reader knows of, or is complete."""
+        """Answer as soon as the export has more than the reader's known blocks, or is complete."""
         self._require_known(peer, request.fingerprint)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.wait_ms / 1000, MAX_WATCH_S)):
@@ -227,7 +227,7 @@ class PeerServer:
         self._prefixes.add(name)
         try:
             kv = await self._engine.call(lambda core: core.export_prefix(name, request.block_hashes))
-        except asyncio.CancelledError:  # the reader hung up; the engine may hold the blocks, now or in a moment
+        except asyncio.CancelledError:  # the reader disconnected; the engine may hold the blocks, now or soon
             self._prefixes.remove(name)
             self._give_back(name)
             raise
@@ -239,7 +239,7 @@ class PeerServer:
         self._metrics.exports.set(len(self._exports))
         try:
             reply = await self._pinned(peer, export, kv.block_ids)
-        except BaseException:  # no reader knows of it, or will; raised on
+        except BaseException:  # no reader has its name, or will; re-raised
             self.release(export.export_id)
             raise
         return structs.replace(reply, export_id=export.export_id)
@@ -279,7 +279,7 @@ class PeerServer:
             try:
                 granted.append(self._access.grant(session_id, offset, size, Opcode.READ, shm=maps))
             except TanghuluError:
-                for lease in granted:  # no reader knows of them yet
+                for lease in granted:  # no reader has them yet
                     self._access.release(lease)
                 self._window.leave(offsets)
                 raise
@@ -293,14 +293,14 @@ class PeerServer:
         return ExportReleaseReply()
 
     def _drop_leases(self, export_id: int, session_id: int) -> None:
-        """End the session's leases on the export: their reader has read what it pinned."""
+        """End the session's leases on the export: their reader has read its pinned blocks."""
         for lease_id in self._exports.leases_of(export_id):
             lease = self._access.lease(lease_id)
             if lease is not None and lease.session_id == session_id:
                 self.on_freed(self._access.release(lease_id))
 
 
-#: Bytes that are shown together; a pin of more has a thread to itself.
+#: Most bytes shown together; a larger pin has a thread to itself.
 SHARED_BYTES = 8 << 20
 
 #: The xxh3_64 of each layer of each block.
@@ -308,7 +308,7 @@ Checksums = list[list[int]]
 
 
 class _Asked(NamedTuple):
-    """Blocks, which are held meanwhile, where they are to be read, and the future of their checksums."""
+    """Blocks, held meanwhile, the offsets at which to read them, and the future of their checksums."""
 
     block_ids: Sequence[int]
     offsets: Sequence[int]
@@ -326,7 +326,7 @@ class ShownBlocks:
         self._showing: set[asyncio.Future[None]] = set()
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> asyncio.Future[Checksums]:
-        """Bring the blocks to their ``offsets``, also if the waiter is cancelled; gives their checksums."""
+        """Bring the blocks to their ``offsets``, even if the waiter is cancelled; return their checksums."""
         loop = asyncio.get_running_loop()
         if not self._asked:
             loop.call_soon(self._begin)
@@ -346,7 +346,7 @@ class ShownBlocks:
             task.add_done_callback(self._showing.discard)
 
     def _shares(self) -> Iterator[list[_Asked]]:
-        """The pins since the last turn of the loop, in the parts that a thread shows at a time."""
+        """Return the pins since the last turn of the loop, in the parts that a thread shows at a time."""
         share: list[_Asked] = []
         num_free = max_blocks = SHARED_BYTES // self._block_bytes
         for each in self._asked:
@@ -375,5 +375,5 @@ class ShownBlocks:
         try:
             views = self._window.show(asked.block_ids, asked.offsets)
             return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
-        except Exception as error:  # noqa: BLE001 - raised where the pin waits; the others of its company are shown
+        except Exception as error:  # noqa: BLE001 - raised where the pin waits; the others of its group are shown
             return error

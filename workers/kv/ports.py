@@ -1,7 +1,8 @@
-"""Where the bytes of blocks meet the outside: what transfers fill and drain, and what other workers may read.
+"""Interfaces to the bytes of blocks: for transfers, which fill and drain them, and for other workers, which read them.
 
-In main memory transfers use the cache as it lies, and peers read it there. Blocks on a device come and go through
-pinned memory (`kv.staging`); both sides of a worker that move KV (`connector`, `peer_server`) know only what is here.
+In main memory transfers use the cache in place, and peers read it there. Blocks on a device are transferred through
+pinned memory (`kv.staging`); both parts of a worker that move KV (`connector`, `peer_server`) use only these
+interfaces.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import NamedTuple, Protocol
 
 from tanghulu.workers.engine.kv_layout import KvMemory
 
-#: Moves some of the blocks that were named, those from a number on, into or out of these buffers (one each); returns
-#: how many leading ones of them it moved.
+#: Moves some of the named blocks, starting from a number, into or out of these buffers (one each); returns the number
+#: of leading ones that it moved.
 Move = Callable[[int, Sequence[memoryview]], int]
 
 
 def wipe(buffers: Sequence[memoryview]) -> None:
     """Zero ``buffers``, which did not arrive whole.
 
-    Their bytes may be NaN, which attention's masks do not hide: what lies in a block behind a sequence's last token is
+    Their bytes may be NaN, which attention's masks do not hide: values in a block behind a sequence's last token are
     multiplied by zero, not left out.
     """
     for buffer in buffers:
@@ -30,14 +31,14 @@ class BlockPort(Protocol):
     """Blocks as buffers of bytes; called from threads that may block, blocks belonging to the caller meanwhile."""
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` write the blocks, in order and perhaps some at a time; returns how many leading ones it did.
+        """Let ``move`` write the blocks, in order and perhaps some at a time; return the number of leading ones done.
 
-        Those are in place when this returns; the others hold what they held. Raises what ``move`` raises, unless blocks
-        came before that.
+        Those are in place when this returns; the others are unchanged. Raises what ``move`` raises, unless blocks came
+        before that.
         """
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` read the blocks, in order and perhaps some at a time; returns how many leading ones it did.
+        """Let ``move`` read the blocks, in order and perhaps some at a time; return the number of leading ones done.
 
         Nothing reads them when this returns. Raises what ``move`` raises.
         """
@@ -47,23 +48,23 @@ class ExportWindow(Protocol):
     """Blocks as ranges of the segment that other workers read."""
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Offsets at which the leading ones of ``block_ids`` will be read, at least one; never blocks.
+        """Return offsets for reading the leading ones of ``block_ids``, at least one; never blocks.
 
         Raises Overloaded when there is no room for any.
         """
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
-        """Bring the blocks to their ``offsets``; returns what is there. May block: not for an event loop."""
+        """Bring the blocks to their ``offsets``; return their bytes. May block: not for an event loop."""
 
     def give_back(self, offset: int) -> None:
-        """Note that no worker reads at ``offset`` any more; call it once for each time that `take` gave it."""
+        """Note that no worker reads at ``offset`` any more; call it once for each `take` that returned it."""
 
     def leave(self, offsets: Sequence[int]) -> None:
-        """Give back ``offsets`` of `take` that will be neither shown nor read."""
+        """Give back ``offsets`` from `take` that will be neither shown nor read."""
 
 
 class KvPorts(NamedTuple):
-    """The two ports of one cache: for this worker's own transfers, and for other workers that read."""
+    """The two ports of one cache: for this worker's own transfers, and for other workers' reads."""
 
     port: BlockPort
     window: ExportWindow

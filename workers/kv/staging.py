@@ -1,15 +1,15 @@
-"""Blocks on a device, on their way in and out through pinned memory: the device's side of `kv.ports`.
+"""Transfers of a device's blocks through pinned memory: the device's side of `kv.ports`.
 
 `DeviceStaging` divides ``--kv-staging``. One half is the segment from which other workers read handed-over KV, cut into
 slots of a block. The other half is rings, one for each thread that moves KV: fetches, writes to the store, and the
-engine's own copies of what it preempts.
+engine's own copies of preempted blocks.
 
-Two things are kept apart. What this worker fetches and stores passes through rings of the transfer engine
-(`transfer_engine.gpu.staging`), in which the device copies one half while the other is being moved. What other workers
-read lies in the segment that is offered to them, cut into slots of a block each, for as long as they hold leases on it.
-A slot is free again when its copy has ended and its reader has gone, whichever comes last.
+The two are kept apart. This worker's fetches and writes pass through rings of the transfer engine
+(`transfer_engine.gpu.staging`), in which the device copies one half while the other is being moved. Blocks for other
+workers lie in the segment offered to them, cut into slots of a block each, for as long as they hold leases on it. A
+slot is free again when its copy has ended and its reader has gone, whichever comes last.
 
-No copy waits for what the device computes: a step has been computed before its blocks are committed, and a block is
+No copy waits for the device's computation: a step has been computed before its blocks are committed, and a block is
 given to a transfer only when no step uses it (`compute.device_runner`).
 """
 
@@ -37,7 +37,7 @@ from tanghulu.workers.ranks.processes import RankProcesses
 
 _log = structlog.get_logger(__name__)
 
-#: A ring for each thread that moves KV: those that fetch, the one that writes, and the engine's, which never waits.
+#: A ring for each thread that moves KV: the fetchers, the writer, and the engine's, which never waits.
 NUM_RINGS = NUM_FETCH_THREADS + 2
 #: A ring has two halves of at least a block.
 _MIN_BLOCKS = 2 * 2 * NUM_RINGS
@@ -71,7 +71,7 @@ class StagedPort:
             self._free.put(ring)
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` write as many blocks at a time as half a ring holds; copy what it wrote to the device."""
+        """Let ``move`` write as many blocks at a time as half a ring holds; copy the written ones to the device."""
         return self._pass(block_ids, move, StagingEvent.DRAIN)
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
@@ -79,7 +79,7 @@ class StagedPort:
         return self._pass(block_ids, move, StagingEvent.FILL)
 
     def _pass(self, block_ids: Sequence[int], move: Move, copying: StagingEvent) -> int:
-        """Pass blocks through a ring, out of which (DRAIN) or into which (FILL) the device copies: see ``copying``."""
+        """Pass blocks through a ring, with device copies out of it (DRAIN) or into it (FILL): see ``copying``."""
         if not block_ids:
             return 0
         with self._ring() as ring:
@@ -102,7 +102,7 @@ class StagedPort:
 class _Passage:
     """The blocks of one call, passing through a ring; ``num_moved`` leading ones have moved, none after a failure.
 
-    A failure to fill ends it with the blocks that came before, of which there is at least one, or is raised.
+    A failure to fill ends it with the blocks before it, if there is at least one, or else is raised.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class _Passage:
             if self.num_moved == 0 or self._copying is not StagingEvent.DRAIN:
                 raise
             _log.warning("fill.ended_early", num_blocks=self.num_moved, code=error.code, error=error.message)
-            count = 0  # what came before is whole
+            count = 0  # earlier blocks are whole
         self.num_moved += count
         self._ended = count < len(pieces)
 
 
 class SlotTable:
-    """Slots of the segment. One is free unless a block is on its way into it, or a reader wants it, or both. Pure."""
+    """Slots of the segment. One is free unless a copy into it is under way or a reader wants it. Pure."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
@@ -153,7 +153,7 @@ class SlotTable:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take up to ``count`` free slots; for each `arrived` and `give_back` must follow, in any order."""
+        """Take up to ``count`` free slots; for each, `arrived` and `give_back` must follow, in any order."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         self._filling.update(taken)
         self._wanted.update(taken)
@@ -176,7 +176,7 @@ class SlotTable:
 
 
 class StagedWindow:
-    """An `ExportWindow` over ``segment``, which is pinned where the blocks are on a GPU.
+    """An `ExportWindow` over ``segment``, which is pinned if the blocks are on a GPU.
 
     The event loop takes and gives back, its threads show.
     """
@@ -192,7 +192,7 @@ class StagedWindow:
     def take(self, block_ids: Sequence[int]) -> list[int]:
         """Take slots for as many blocks as there is room for; raises Overloaded if there is none.
 
-        No more than half of what is free, so that the next reader finds some too: a reader comes again for more.
+        Takes no more than half of the free ones, so that the next reader finds some too: a reader comes again for more.
         """
         with self._lock:
             share = -(-self.slots.num_free // 2)
@@ -221,7 +221,7 @@ class StagedWindow:
         self._each([offset], self.slots.give_back)
 
     def leave(self, offsets: Sequence[int]) -> None:
-        """Free slots that were taken and will not be shown."""
+        """Free slots taken that will not be shown."""
         self._each(offsets, self.slots.give_back)
         self._each(offsets, self.slots.arrived)
 
@@ -261,6 +261,6 @@ class DeviceStaging:
 
     def close(self) -> None:
         if self._unpin is not None:
-            torch.cuda.synchronize(self._device)  # a copy for a reader that is gone may still be under way
+            torch.cuda.synchronize(self._device)  # a copy for a departed reader may still be under way
             self._unpin()
             self._unpin = None

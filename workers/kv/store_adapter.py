@@ -1,4 +1,4 @@
-"""The store as the connector sees it: blocks of one model by their hashes, each a chunk a rank."""
+"""The store as the connector sees it: blocks of one model by their hashes, each a chunk per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tanghulu.workers.kv.ports import wipe
 
 
 class StoreAdapter:
-    """Blocks of one model (``fingerprint``), a chunk for each of the ``num_parts`` ranks. Threads share it.
+    """Blocks of one model (``fingerprint``), a chunk for each of the ``num_parts`` ranks. Thread-safe.
 
     A prefix that takes longer than ``LOAD_DEADLINE_S`` to load is computed instead.
     """
@@ -36,10 +36,10 @@ class StoreAdapter:
         return self._store.is_available
 
     def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers``; returns how many leading ones arrived whole, checksums and signatures verified.
+        """Fill ``buffers``; return the number of leading ones that arrived whole, checksums and signatures verified.
 
-        A missing block ends the run and is no failure; nor is one that this cluster has not signed. Raises what else
-        went wrong with the first block.
+        A missing block ends the run and is no failure; nor is one that this cluster has not signed. Raises any other
+        error of the first block.
         """
         parts, keys = self._split(buffers), self._keys(hashes)
         errors = self._store.load(keys, parts, self._clock.now_s() + LOAD_DEADLINE_S)
@@ -51,7 +51,7 @@ class StoreAdapter:
         return num_ok // self._num_parts
 
     def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
-        """Put the blocks, a checksum a layer; returns how many are in the store now."""
+        """Put the blocks, a checksum per layer; return the number in the store now."""
         stored = self._store.save(self._keys(hashes), self._split(buffers), part_bytes=self._layer_bytes, visible=False)
         return sum(stored) // self._num_parts
 

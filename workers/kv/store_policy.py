@@ -1,9 +1,9 @@
-"""Which of the worker's blocks are worth keeping in the store, and when they are written. Pure.
+"""Selection of the worker's blocks to keep in the store, and the time to write them. Pure.
 
 * *all*: every new full block, at once.
-* *second-use*: a block when a second request wants it: prompts that come once leave nothing behind.
-* *defer*: a block of which a second use is known at once, as above; others while the engine has nothing else to do, the
-  oldest dropped beyond a bound. What the cache has evicted meanwhile is not written.
+* *second-use*: a block when a second request uses it: one-time prompts leave nothing behind.
+* *defer*: a block on its second use at once, as above; others while the engine is idle, the oldest dropped beyond a
+  bound. Blocks evicted from the cache meanwhile are not written.
 * *none*: nothing; prefixes are still loaded.
 
 A use is a commit (the block was computed here, perhaps for the second time after an eviction) or a hit in the
@@ -27,14 +27,14 @@ MAX_REMEMBERED = 65_536
 
 @dataclass(frozen=True, slots=True)
 class WorthKeeping:
-    """A block to be written now; the cache may have evicted it, so its hash says whether it is still that block."""
+    """A block to be written now; the cache may have evicted it, so its hash shows whether it is still that block."""
 
     block_id: int
     block_hash: BlockHash
 
 
 class StorePolicy:
-    """Decides which blocks are written: every use of a block is reported, and answered with the blocks to write now.
+    """Selects blocks to write: every use of a block is reported, and answered with the blocks to write now.
 
     This one is *none*.
     """
@@ -43,11 +43,11 @@ class StorePolicy:
 
     @property
     def num_deferred(self) -> int:
-        """Blocks that wait for `idle`."""
+        """Blocks waiting for `idle`."""
         return 0
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Note blocks that were computed and can be matched from now on."""
+        """Note blocks just computed, which can be matched from now on."""
         return []
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
@@ -60,7 +60,7 @@ class StorePolicy:
 
 
 class WriteAll(StorePolicy):
-    """The policy *all*: what is reused was written when it was computed, or loaded from the store."""
+    """The policy *all*: reused blocks were written when they were computed, or loaded from the store."""
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
         return [WorthKeeping(block.block_id, block.block_hash) for block in blocks]
@@ -73,7 +73,7 @@ class WriteAgain(StorePolicy):
         self.num_dropped = 0
         self._max_deferred = max_deferred
         self._max_remembered = max_remembered
-        self._seen: OrderedDict[BlockHash, bool] = OrderedDict()  # whether it was given out to be written
+        self._seen: OrderedDict[BlockHash, bool] = OrderedDict()  # whether it was returned for writing
         self._deferred: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
 
     @property
@@ -90,7 +90,7 @@ class WriteAgain(StorePolicy):
         return found
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Write blocks that were not written yet."""
+        """Write blocks not written yet."""
         return [self._give(block) for block in blocks if self._is_second(block.block_hash, again=False)]
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
@@ -144,5 +144,5 @@ POLICIES: dict[str, Callable[[int], StorePolicy]] = {
 
 
 def make_store_policy(name: str, max_deferred: int) -> StorePolicy:
-    """The policy called ``name``, a key of `POLICIES`; at most ``max_deferred`` blocks wait."""
+    """Return the policy ``name``, a key of `POLICIES`; at most ``max_deferred`` blocks wait."""
     return POLICIES[name](max_deferred)

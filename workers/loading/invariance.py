@@ -1,9 +1,9 @@
-"""A trial at start with ``--batch-invariant``: whether this machine's kernels compute a token alike in any company.
+"""Trial at start with ``--batch-invariant``: whether this machine's kernels compute a token alike in any batch.
 
 Every kernel of a step takes part: the model's first layers and its head run over a few tokens in each of the ways in
-which requests are served, alone, in chunks, token by token, in company, in lanes, on one thread and on all. KV and
-logits have to be the same bits. A hash of them names the kernels' arithmetic: where another machine rounds otherwise,
-its KV has another fingerprint.
+which requests are served: alone, in chunks, token by token, with others, in lanes, on one thread and on all. KV and
+logits must be the same bits. Their hash names the kernels' arithmetic: a machine that rounds differently gets another
+fingerprint for its KV.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 
 _BLOCK_TOKENS = 16
-#: The sequence ends behind a span of keys, and its company is enough for several lanes.
+#: The sequence ends after a span of keys, and the lengths of the other sequences suffice for several lanes.
 _NUM_TOKENS, _COMPANY = KEY_SPAN + 21, (1, 37)
 #: Ends of its chunks.
 _CHUNKS = ((_NUM_TOKENS,), (64, _NUM_TOKENS), (3, 40, *range(_NUM_TOKENS - 3, _NUM_TOKENS + 1)))
@@ -34,8 +34,7 @@ _Answer = tuple[torch.Tensor, torch.Tensor]
 def require_invariance(model: Model, num_threads: int, kv_dtype: str) -> bytes:
     """Raise ConfigError unless all ways of computing a sequence gave the same bits; return a hash of these.
 
-    ``num_threads``: the most that the worker will use; ``kv_dtype``: the type of its cache. Leaves torch's setting as
-    it was.
+    ``num_threads``: the most that the worker will use; ``kv_dtype``: the type of its cache. Restores torch's setting.
     """
     model = model.with_layers(min(2, model.config.num_layers))
     threads = torch.get_num_threads()
@@ -55,7 +54,7 @@ def require_invariance(model: Model, num_threads: int, kv_dtype: str) -> bytes:
 
 
 def _answers(model: Model, num_threads: int, kv_dtype: str) -> Iterator[tuple[str, _Answer]]:
-    """Ways to compute one sequence, each with its KV and last logits."""
+    """Yield ways to compute one sequence, each with its KV and last logits."""
     for threads in sorted({1, num_threads}):
         torch.set_num_threads(threads)
         for ends in _CHUNKS:
@@ -66,7 +65,7 @@ def _answers(model: Model, num_threads: int, kv_dtype: str) -> Iterator[tuple[st
 
 
 def _computed(model: Model, ends: Sequence[int], kv_dtype: str, *, company: bool) -> _Answer:
-    """KV and last logits of the sequence, computed in chunks that end at ``ends``."""
+    """Return KV and last logits of the sequence, computed in chunks that end at ``ends``."""
     layout = KvLayout.of(model.config, _BLOCK_TOKENS, kv_dtype)
     needed = -(-_NUM_TOKENS // _BLOCK_TOKENS)
     cache = DeviceKvCache(layout, needed * (1 + len(_COMPANY)), model.device)

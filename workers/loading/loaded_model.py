@@ -1,4 +1,4 @@
-"""The result of loading a model, whichever engine will run it."""
+"""Result of loading a model, for any engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 class LoadedModel:
     """A model in memory, with its name, layout, fingerprint and tokenizer.
 
-    ``make_runner`` lays its KV cache out in the buffer that it is given. With ``staging`` it keeps the cache on a
-    device of its own instead, and the buffer is memory through which blocks are offered to other workers.
+    ``make_runner`` lays its KV cache out in the given buffer. With ``staging`` it keeps the cache on a device of its
+    own instead, and the buffer is memory through which blocks are offered to other workers.
     """
 
     name: str
@@ -36,10 +36,10 @@ class KvStaging(Protocol):
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of the segment that is offered to other workers."""
+        """Bytes of the segment offered to other workers."""
 
     def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
         """Make the ports of the runner's cache and the ranks'; other workers read ``segment``."""
 
     def close(self) -> None:
-        """Release what `open` took; call it before the segment is closed."""
+        """Release the state of `open`; call it before the segment is closed."""

@@ -46,7 +46,7 @@ _LEAST_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where and in what the model computes; ``dtype`` is the type of its weights, ``kept_as`` of its KV."""
+    """Device and types of the model; ``dtype`` is the type of its weights, ``kept_as`` of its KV."""
 
     device: torch.device
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class _Placement:
 
     @classmethod
     def of(cls, config: WorkerConfig, source: ModelSource) -> _Placement:
-        """Pick device, type and attention as the options ask; raises ConfigError where that is not possible."""
+        """Pick device, type and attention according to the options; raises ConfigError if that is impossible."""
         device = pick_device(config.device)
         device_of_rank(device, config.tp - 1)
         dtype = pick_dtype(config.dtype, device)
@@ -80,7 +80,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     assets = load_tokenizer_assets(source)
     placed = _Placement.of(config, source)
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.kept_as), config.tp)
-    num_blocks = layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
+    num_blocks = layout.num_blocks_in(config.kv_memory)  # refuse an impossible size before the long part
     source = source.within(max(num_blocks * config.block_tokens, _LEAST_CONTEXT))
     staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
     placed = _fit(config, source, layout, placed)
@@ -150,7 +150,7 @@ def _make_runner(
 
 
 def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> MemoryPlan:
-    """Plan the memory of this host, or of rank 0's GPU, to which the other ranks' are alike."""
+    """Plan the memory of this host, or of rank 0's GPU, equal to that of the other ranks."""
     if placed.on_gpu:
         return MemoryPlan.on_gpu(
             source.config,
@@ -207,7 +207,7 @@ def _load_shards(
         model = load_shard(Shard(0, config.tp))
         ranks.wait_loaded()
         join(0, config.tp, ranks.meeting_file, device)
-    except BaseException:  # an interrupt, too: the ranks' processes must not stay; raised on
+    except BaseException:  # including an interrupt: the ranks' processes must not stay; re-raised
         ranks.close()
         raise
     return model, ranks

@@ -1,1 +1,1 @@
-"""The engine without a model: it takes as long as one would, and its KV can be checked."""
+"""The engine without a model: it takes as long as a real one, and its KV can be checked."""

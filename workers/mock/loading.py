@@ -1,17 +1,17 @@
-"""Loads what the mock engine needs of a model: its tokenizer and its context length, never its weights.
+"""Loads the parts of a model that the mock engine needs: its tokenizer and context length, never its weights.
 
 ``--model mock`` is a byte-level tokenizer made here, so that a cluster can be loaded on a machine without a model.
 
-Files may hold the engine before a step, so that tests find requests at a moment and keep them there (`HoldingRunner`).
-A file in the directory of ``--mock-hold`` names the step to stop before:
+Files may hold the engine before a step, so that tests can catch requests at a given moment and keep them there
+(`HoldingRunner`). A file in the directory of ``--mock-hold`` names the step to stop before:
 
     step      the next one
     prefill   the next one that computes a prompt
     decode    the next one of a request with DECODE_TOKENS tokens or more
 
-The engine renames the file to ``<name>.held`` and stands still until that one is gone: its thread does nothing
-meanwhile, as in a call to a GPU, and the rest of the process goes on. Example: to stop a worker in the middle of an
-answer, ``touch DIR/decode``, wait for ``DIR/decode.held``, and remove it to go on.
+The engine renames the file to ``<name>.held`` and stops until that one is gone: its thread does nothing meanwhile, as
+in a call to a GPU, and the rest of the process continues. Example: to stop a worker in the middle of an answer, ``touch
+DIR/decode``, wait for ``DIR/decode.held``, and remove it to continue.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-#: Generated tokens of a request that is in the middle of its answer.
+#: Generated tokens of a request in the middle of its answer.
 DECODE_TOKENS: Final = 16
 _POLL_S: Final = 0.002
-#: A hold that nobody ends, as when its test was killed, ends by itself: a held engine keeps its process from ending.
+#: Limit of an abandoned hold, as when its test was killed: a held engine keeps its process from ending.
 MOST_S: Final = 300.0
 
 NAME = "mock"
@@ -109,7 +109,7 @@ def byte_level() -> TokenizerAssets:
 
 
 def _text_ids(tokenizer: Tokenizer, assets: TokenizerAssets) -> list[int]:
-    """Find tokens that read as words: lower-case letters, with a space in front where the tokenizer has such."""
+    """Find tokens that read as words: lower-case letters, preceded by a space if the tokenizer has such."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     spaced = sorted(index for text, index in vocabulary.items() if re.fullmatch("[Ġ▁][a-z]{2,}", text))
     letters = sorted(index for text, index in vocabulary.items() if re.fullmatch("[Ġ▁]?[a-z]*", text) and text)

@@ -1,12 +1,12 @@
-"""The computing half of the engine without a model: it takes as long as one would, and its KV can be checked.
+"""Computing half of the engine without a model: it takes as long as a real one, and its KV can be checked.
 
-Everything around it is real: scheduler, block pool, prefix cache, KV events, transfers, store. The KV of a token is
-a short pattern made of the token and its position, written into the paged cache like a model's; with ``checks`` every
-step that samples compares the whole sequence's KV with what it must be, so that a block that was lost, mixed up or
-torn on its way between workers or through the store ends the process instead of passing unnoticed.
+Everything around it is real: scheduler, block pool, prefix cache, KV events, transfers, store. The KV of a token is a
+short pattern made of the token and its position, written into the paged cache like a model's; with ``checks`` every
+step that samples compares the whole sequence's KV with the expected pattern, so that a block lost, mixed up or torn on
+its way between workers or through the store ends the process instead of passing unnoticed.
 
 The time of a step comes from a model with five constants, in seconds (`MockTiming`). A step that computes, for each
-sequence, ``n`` tokens after ``p`` that are there already takes
+sequence, ``n`` tokens after ``p`` existing ones takes
 
     step_s + sum(token_s * n + pair_s * ((p + n)^2 - p^2))    over sequences in prefill
            + sum(sequence_s + context_s * p)                  over sequences in decode
@@ -39,7 +39,7 @@ from tanghulu.workers.engine.step_result import Sampled
 
 @dataclass(frozen=True, slots=True)
 class MockTiming:
-    """The constants, in seconds, and by how much they are divided."""
+    """The constants, in seconds, and their divisor."""
 
     step_s: float
     token_s: float
@@ -68,7 +68,7 @@ TIMINGS = {
 }
 
 
-#: Sleeping shorter than this costs more than it takes.
+#: Shortest sleep worth its overhead.
 _LEAST_SLEEP_S = 50e-6
 
 
@@ -76,7 +76,7 @@ class MockRunner:
     """A `ModelRunner` that sleeps for ``timing`` and draws uniformly from ``text_ids``.
 
     A request's n-th token is a function of (its prompt, n) if ``deterministic``, else of (its seed, n): the same on
-    every worker, so that a request may go on anywhere.
+    every worker, so that a request may continue anywhere.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class MockRunner:
         self._deterministic = deterministic
         self._checks = checks
         self._sleep = sleep
-        # One row a token; the K half of a block stands before its V half, the mock keeps its pattern in both.
+        # One row per token; the K half of a block precedes its V half, and the mock keeps its pattern in both.
         words = layout.layer_bytes // (2 * layout.block_tokens * 4)
         shape = (self.cache.num_blocks, 2, layout.block_tokens, words)
         used = buffer[: self.cache.capacity_bytes]
         self._kv: npt.NDArray[np.uint32] = np.frombuffer(used, np.uint32).reshape(shape)
 
     def run(self, plan: StepPlan) -> Computed:
-        """Write the patterns, draw the tokens, and take the rest of the time that a model would."""
+        """Write the patterns, draw the tokens, and wait for the rest of a real model's time."""
         started = time.monotonic()
         for run in plan.runs:
             self._write(run)
@@ -177,7 +177,7 @@ class MockRunner:
         return -math.log(len(self._text_ids))
 
     def _scores(self, plan: StepPlan) -> tuple[PromptScoreArrays, ...]:
-        """Return the scores that the plan's runs owe, of the same distribution."""
+        """Return the scores due for the plan's runs, of the same distribution."""
         owing = [run for run in plan.runs if run.request.scoring is not None]
         found = [scores for run in owing if (scores := PromptScoreArrays.of(run, len(self._text_ids))) is not None]
         for scores in found:
@@ -192,7 +192,7 @@ class MockRunner:
 
 
 def _pattern(token: int, position: int) -> int:
-    """One of `_patterns`."""
+    """Return one of `_patterns`."""
     return (token + 1) * 2654435761 & 0xFFFFFFFF ^ position * 40503 & 0xFFFFFFFF
 
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.models.shard import Shard
 
-#: How long a rank waits for the others before it gives up: far beyond any step.
+#: Longest wait of a rank for the others: far beyond any step.
 _PATIENCE = datetime.timedelta(minutes=5)
 
 
 def join(rank: int, size: int, meeting_file: str, device: torch.device = CPU) -> Shard:
-    """Meet the other ranks through ``meeting_file`` (a path that all see, no file yet) and become ``rank``.
+    """Meet the other ranks through ``meeting_file`` (a path visible to all, no file yet) and become ``rank``.
 
-    They talk over NCCL if ``device``, this rank's own, is a GPU, else over gloo.
+    They communicate over NCCL if ``device``, this rank's own, is a GPU, else over gloo.
     """
     method = f"file://{meeting_file}"
     if device.type == "cuda":

@@ -1,6 +1,6 @@
 """The process of a tensor-parallel rank other than 0: loads its share, maps the KV segment, computes step by step.
 
-Started by `ranks.processes` only; ends when the worker hangs up.
+Started by `ranks.processes` only; ends when the worker disconnects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tanghulu.workers.weights.source import resolve_model
 
 def main() -> None:
     """Serve the worker behind the socket whose number is the only argument."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's signals are the worker's to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # the worker handles the terminal's signals
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as worker:
         try:
@@ -66,7 +66,7 @@ def _serve(worker: Connection) -> None:
 
 
 def _make_cache(worker: Connection, model: Model, task: RankTask) -> DeviceKvCache:
-    """Make a cache of as many blocks as the worker says on this rank's GPU, and open its memory to the worker."""
+    """Make a cache on this rank's GPU, of the size set by the worker, and open its memory to the worker."""
     import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
 
     cache = DeviceKvCache(_layout(model, task), worker.recv(), model.device)

@@ -1,10 +1,10 @@
 """The other tensor-parallel ranks: processes of this worker that compute their share of every step.
 
-The worker itself is rank 0: it schedules, samples and moves KV. A step's token runs go to the ranks over a socket
-each; sums travel between the ranks by torch.distributed. On CPUs all ranks map the worker's one KV segment, in which a
-block holds every rank's part, so that transfers see whole blocks. On GPUs each rank keeps its part in its own memory,
-which the worker opens (CUDA's inter-process memory), so that its transfers move all parts. A rank that ends takes the
-worker's step down with an error, and the worker's end closes the sockets, at which ranks end.
+The worker itself is rank 0: it schedules, samples and moves KV. A step's token runs go to the ranks over a socket each;
+sums travel between the ranks by torch.distributed. On CPUs all ranks map the worker's one KV segment, in which a block
+holds every rank's part, so that transfers see whole blocks. On GPUs each rank keeps its part in its own memory, which
+the worker opens (CUDA's inter-process memory), so that its transfers move all parts. A rank that ends fails the
+worker's step with an error, and the end of the worker closes the sockets, whereupon ranks end.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What a rank must know to load its share. Names are as on the command line; ``threads`` is of each rank.
+    """Everything a rank needs to load its share. Names are as on the command line; ``threads`` is per rank.
 
-    With ``device`` a GPU, the first one of the ranks', each rank takes the one that many further on. ``in_one_form`` as
-    `linear.Arithmetic.in_one_form`: all ranks multiply alike.
+    With ``device`` a GPU, the first of the ranks', each rank takes the one at its own offset from it. ``in_one_form``
+    as `linear.Arithmetic.in_one_form`: all ranks multiply alike.
     """
 
     model: str
@@ -93,7 +93,7 @@ class RankProcesses:
             send_handle(connection, fd, process.pid)
 
     def open_caches(self, num_blocks: int) -> list[torch.Tensor]:
-        """Let the ranks on GPUs make caches of their own; returns the memory of each, as it lies on its GPU."""
+        """Let the ranks on GPUs make caches of their own; return the memory of each, on its GPU."""
         import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
 
         for connection in self._connections:
@@ -106,7 +106,7 @@ class RankProcesses:
             connection.send_bytes(data)
 
     def close(self) -> None:
-        """Close the connections, at which ranks end; kill those that do not."""
+        """Close the connections, which ends the ranks; kill those that remain."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:

@@ -1,8 +1,8 @@
-"""The heartbeat of the engine: a report at least every ``BEAT_S``, whether there is work or not.
+"""Heartbeat of the engine: a report at least every ``BEAT_S``, whether there is work or not.
 
-The engine is asked to report, though nothing happened; the report travels to every conductor as a step
-does, and is passed to the supervisor. An engine that stands still, as in a call to a GPU that does not return, sends
-neither, though the process answers calls.
+The engine is requested to report even if nothing happened; the report goes to every conductor as a step does, and to
+the supervisor. A hanging engine, as in a call to a GPU that does not return, sends neither, though the process answers
+calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEAT_S: Final = 1.0
 
 
 class EngineBeats:
-    """Asks the engine for signs of life; ``alive`` is called about once a beat while there are any."""
+    """Requests signs of life from the engine; ``alive`` is called about once a beat while there are any."""
 
     def __init__(self, engine: Beating, alive: Callable[[], None]) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class EngineBeats:
         self._reported = False
 
     async def run(self) -> None:
-        """Keep asking until cancelled; one question is open at a time."""
+        """Send requests until cancelled; one is open at a time."""
         while True:
             if not self._requested:
                 self._requested = True

@@ -27,8 +27,8 @@ _MAX_PROBE_S = 300.0
 class WorkerCalls:
     """Answers the calls.
 
-    ``drop_cached`` gives how many blocks were forgotten, ``probe`` takes a deadline and gives the seconds to a token,
-    both raise typed errors; ``end`` has the process end in order.
+    ``drop_cached`` returns the number of forgotten blocks, ``probe`` takes a deadline and returns the seconds to a
+    token; both raise typed errors; ``end`` ends the process in order.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WorkerCalls:
         self._end = end
 
     def serve(self, service: FastService) -> None:
-        """Answer the calls that come to ``service``."""
+        """Answer the calls arriving at ``service``."""
         service.register(DESCRIBE, self._describe)
         service.register(DROP_CACHE, self._drop)
         service.register(PROBE, self._probe_engine)

@@ -1,13 +1,14 @@
-"""Outputs, KV events and the load that are unsent to one conductor: one message, however many steps they come from.
+"""Unsent outputs, KV events and load for one conductor: one message, for any number of steps.
 
-A step's outputs leave at once. But a message costs more than a step of a small batch, so what comes while one is being
-written waits for the next, which holds all of it: a conductor that reads slowly gets fewer messages, not later tokens.
-Example: three steps of two requests come during a write; the next message has two outputs of three tokens each.
+A step's outputs are sent at once. But a message costs more than a step of a small batch, so everything that arrives
+while one is being written waits for the next, which holds all of it: a conductor that reads slowly gets fewer messages,
+not later tokens. Example: three steps of two requests arrive during a write; the next message has two outputs of three
+tokens each.
 
-A conductor that has no output in a step receives the load and the KV events only every ``SPREAD_S``, all that came
-meanwhile in one message: with many conductors each would otherwise read each step of each worker, and more conductors
-could carry no more. Example: of eight conductors one has requests at a worker that makes 100 steps a second: it gets
-100 messages a second, each of the others 20.
+A conductor without output in a step receives the load and the KV events only every ``SPREAD_S``, all of the interval in
+one message: with many conductors each would otherwise read each step of each worker, and more conductors could carry no
+more. Example: of eight conductors one has requests at a worker that makes 100 steps a second: it gets 100 messages a
+second, each of the others 20.
 
 Pure: time goes in.
 """
@@ -27,18 +28,18 @@ from tanghulu.session.outputs import FinishReason, KvChange, Output
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.thread import EngineLoad
 
-#: Between two messages to a conductor that has no output in them.
+#: Interval of messages to a conductor without output in them.
 SPREAD_S = 0.05
-#: KV events that wait for the next message at the most.
+#: Most KV events that wait for the next message.
 MAX_PENDING_EVENTS = 1024
 
 
 class SessionOutbox:
     """The outputs, KV events and the load for the next message to one conductor.
 
-    ``num_steps`` with outputs are in it. ``num_submits`` have come from the conductor; the load holds the first
-    ``_num_taken`` of them. ``added`` has those that the engine took and no load held yet, each with how many requests
-    of all sessions it had taken then.
+    ``num_steps`` with outputs are in it. ``num_submits`` were received from the conductor; the load includes the first
+    ``_num_taken`` of them. ``added`` has those taken by the engine that no load includes yet, each with the number of
+    requests of all sessions taken by then.
     """
 
     def __init__(self) -> None:
@@ -54,13 +55,13 @@ class SessionOutbox:
         self._next_s = 0.0
 
     def output(self, output: Output) -> None:
-        """Add a request's output of the steps that are noted next; it belongs to this object from now on."""
+        """Add a request's output of the steps noted next; it belongs to this object from now on."""
         known = self._outputs.setdefault(output.request_id, output)
         if known is not output:
             known.add(output)
 
     def refusal(self, request_id: RequestId, error: TanghuluError) -> None:
-        """Add the end of a request that is not taken."""
+        """Add the end of a refused request."""
         self._refusals.append(Output(request_id, finish=FinishReason.ERROR, failure=Failure.of(error)))
 
     def steps(
@@ -79,7 +80,7 @@ class SessionOutbox:
         self._reads += reads
 
     def snapshot(self) -> None:
-        """Forget the events: the snapshot that is sent next contains them."""
+        """Forget the events: the snapshot sent next contains them."""
         self._events.clear()
 
     @property
@@ -90,11 +91,11 @@ class SessionOutbox:
 
     @property
     def due_s(self) -> float:
-        """The time from which on anything may be sent at once."""
+        """Time from which anything may be sent at once."""
         return self._next_s
 
     def take(self, sequence: int, now_s: float) -> StepOutput:
-        """The message, with all KV events before ``sequence``; the outbox is empty then."""
+        """Return the message, with all KV events before ``sequence``; the outbox is empty afterwards."""
         self._next_s = now_s + SPREAD_S
         load = self._load
         message = StepOutput(

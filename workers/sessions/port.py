@@ -1,7 +1,7 @@
-"""What sessions need of an engine, whichever it is: ``EngineThread`` for ours, ``VllmEngine`` for vLLM's.
+"""Interface of sessions to an engine: ``EngineThread`` for ours, ``VllmEngine`` for vLLM's.
 
-All of it is called in the process's event loop, and what is handed in is called there, too, in one order with the
-reports: what a snapshot holds was reported before it, and nothing of what comes behind it is in it.
+All of it is called in the process's event loop, as are the functions passed in, in one order with the reports: the
+content of a snapshot was reported before it, and nothing reported after it is in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tanghulu.workers.engine.thread import EngineLoad
 RequestT = TypeVar("RequestT")
 RequestIn = TypeVar("RequestIn", contravariant=True)
 RequestOut = TypeVar("RequestOut", covariant=True)
-#: The cached blocks, the load, and events of no report yet that the blocks already contain.
+#: The cached blocks, the load, and unreported events that the blocks already contain.
 TakesSnapshot = Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]
 
 
@@ -28,16 +28,16 @@ class Beating(Protocol):
     """An engine that can give a sign of life."""
 
     def beat(self) -> None:
-        """Have the engine report, whether there is work or not."""
+        """Request a report from the engine, whether there is work or not."""
 
 
 class SessionEngine(Beating, Protocol[RequestIn]):
-    """An engine that sessions give requests to."""
+    """An engine to which sessions give requests."""
 
     def submit(
         self, request: RequestIn, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
     ) -> None:
-        """Begin; then call ``added`` with the number of requests that the engine has taken, or ``refused``."""
+        """Begin; then call ``added`` with the number of requests taken by the engine, or ``refused``."""
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
         """Begin to fetch the KV of a prompt that another worker computes; ``abort`` of ``name`` ends that."""
@@ -53,7 +53,7 @@ class MakesRequests(Protocol[RequestOut]):
     """Makes an engine's requests from messages."""
 
     def request(self, submit: Submit) -> RequestOut:
-        """The request that ``submit`` describes; raises InvalidRequest if it is not valid."""
+        """Return the request described by ``submit``; raises InvalidRequest if it is not valid."""
 
     def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
-        """The prompt that ``pull`` names, and where its KV is computed; raises InvalidRequest where that cannot be."""
+        """Return the prompt named by ``pull``, and where its KV is computed; raises InvalidRequest if impossible."""

@@ -1,11 +1,10 @@
-"""The engine's reports on their way from its thread to the event loop: one wake-up for all that wait.
+"""The engine's reports on their way from its thread to the event loop: one wake-up for all waiting ones.
 
-Waking the loop costs a system call and a change of threads; a loop that is busy takes all reports of its last turn
-together. What else has to come in its place among them, as the blocks that were cached between two steps, goes the same
-way (``call``).
+Waking the loop costs a system call and a switch of threads; a busy loop takes all reports of its last turn together.
+Calls that need a place among them, such as the blocks cached between two steps, go the same way (``call``).
 
 The engine may be ``MAX_WAITING`` steps ahead of the loop, then it waits: an engine with short steps would otherwise
-keep the interpreter to itself, and each request's tokens, submission and KV wait for their turn behind all steps.
+keep the interpreter to itself, and each request's tokens, submission and KV would wait behind all steps.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Final
 
 from tanghulu.workers.engine.thread import StepReport
 
-#: The most reports that the loop has not taken; long steps never reach it.
+#: Most reports not yet taken by the loop; long steps never reach it.
 MAX_WAITING: Final = 32
 
 
 class EngineReports:
-    """``put`` is called by the engine's thread, ``spread`` in the event loop, with reports that wait, in order.
+    """``put`` is called by the engine's thread, ``spread`` in the event loop, with waiting reports, in order.
 
-    Example: of a report, a call and two reports that wait together, ``spread`` gets the first, then the call is made,
-    then ``spread`` gets the other two.
+    Example: if a report, a call and two reports wait together, ``spread`` gets the first, then the call is made, then
+    ``spread`` gets the other two.
     """
 
     def __init__(self, spread: Callable[[Sequence[StepReport]], None]) -> None:
@@ -42,7 +41,7 @@ class EngineReports:
             self._add(report)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called in the event loop, behind the reports so far and in front of later ones."""
+        """Have ``function`` called in the event loop, behind the reports so far and before later ones."""
         with self._changed:
             self._add(function)
 
@@ -52,7 +51,7 @@ class EngineReports:
             self._loop.call_soon_threadsafe(self._take)
 
     def close(self) -> None:
-        """Hold up the engine no longer."""
+        """Stop holding up the engine."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,9 +1,8 @@
-"""Sessions with conductors: requests come in by a fast-lane stream each, outputs leave as `SessionOutbox` says.
+"""Sessions with conductors: requests arrive by a fast-lane stream each, outputs leave through a `SessionOutbox`.
 
-A session writes while its conductor reads; what comes meanwhile waits in its `SessionOutbox` for one message.
-Everything here runs on the process's event loop. Which engine computes, and in which thread or process, is behind
-``SessionEngine``, which takes requests and answers by reports.
-A session that ends takes its requests along: nobody would read their tokens.
+A session writes while its conductor reads; outputs meanwhile wait in its `SessionOutbox` for one message. Everything
+here runs on the process's event loop. The computing engine, with its thread or process, is behind ``SessionEngine``,
+which takes requests and answers by reports. A session's end also ends its requests: nobody would read their tokens.
 """
 
 from __future__ import annotations
@@ -45,17 +44,18 @@ from tanghulu.workers.sessions.wire import event_messages, score_messages, welco
 
 _log = structlog.get_logger(__name__)
 
-#: A conductor that is this many steps behind does not read: its session ends, and it may open another.
+#: Steps by which a conductor may fall behind before it counts as not reading: its session ends, and it may open
+#: another.
 MAX_UNREAD_STEPS = 4096
 
 
 @dataclass(eq=False)
 class ConductorSession:
-    """One conductor's stream. ``requests`` are those of its requests that are in the engine.
+    """One conductor's stream. ``requests`` are those of its requests in the engine.
 
-    There is something to write: the ``welcome``, ``scores`` of prompts, each piece in a message of its own and before
-    the tokens behind it, the outbox where that ``is_due``, or the stream's end. ``flush_timer`` will make it due;
-    ``will_write``: it is written in the next step of the loop.
+    Pending output: the ``welcome``, ``scores`` of prompts, each piece in a message of its own and before the tokens
+    behind it, the outbox if it ``is_due``, or the stream's end. ``flush_timer`` will make it due; ``will_write``: it is
+    written in the next step of the loop.
     """
 
     stream: AnswerStream
@@ -90,7 +90,7 @@ class SessionHub(Generic[RequestT]):
         self._release_export = release_export
         self._loop = asyncio.get_running_loop()
         self._open: dict[Peer, ConductorSession] = {}
-        self._sessions: set[ConductorSession] = set()  # those of them that were welcomed
+        self._sessions: set[ConductorSession] = set()  # the welcomed ones
         self._owners: dict[RequestId, ConductorSession] = {}
         self._sequence = 0
         self._draining = False
@@ -104,7 +104,7 @@ class SessionHub(Generic[RequestT]):
     # --- the stream
 
     def serve(self, service: FastService) -> None:
-        """Answer conductors that come to ``service``."""
+        """Answer conductors that connect to ``service``."""
         service.register(SESSION, self.receive)
 
     def receive(self, peer: Peer, message: ToWorker, _: memoryview) -> AnswerStream | Later:
@@ -136,13 +136,13 @@ class SessionHub(Generic[RequestT]):
         return session
 
     def _wake(self, session: ConductorSession) -> None:
-        """Write in the next step of the loop, with all that comes until then."""
+        """Write in the next step of the loop, with everything added until then."""
         if not session.will_write:
             session.will_write = True
             self._loop.call_soon(self._write, session)
 
     def _write(self, session: ConductorSession) -> None:
-        """Send what there is to say, while the conductor takes it; the last words in any case."""
+        """Send pending output, while the conductor takes it; the last message in any case."""
         session.will_write = False
         stream = session.stream
         try:
@@ -215,7 +215,7 @@ class SessionHub(Generic[RequestT]):
         self.idle.clear()
 
     def _pull(self, session: ConductorSession, pull: PullAhead) -> None:
-        """Begin to fetch a prompt that another worker computes; what fails is fetched when its request comes."""
+        """Begin to fetch a prompt that another worker computes; failed parts are fetched when its request arrives."""
         name = pull.name
         if self._draining:
             return
@@ -248,7 +248,7 @@ class SessionHub(Generic[RequestT]):
     def _welcome(
         self, session: ConductorSession, hashes: Sequence[BlockHash], load: EngineLoad, pending: Sequence[KvEvent]
     ) -> None:
-        if pending:  # events of commands before the snapshot: they belong in front of it
+        if pending:  # events of commands before the snapshot: they precede it
             self._spread(pending, load)
         session.outbox.snapshot()
         session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load.shared)
@@ -279,7 +279,7 @@ class SessionHub(Generic[RequestT]):
                     self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
                 if output.finish is not None:
                     self._forget(output.request_id)
-            for request_id, source in sources.items():  # of prefills that go on
+            for request_id, source in sources.items():  # of continuing prefills
                 owner = self._owners.get(request_id)
                 if owner is not None:
                     owner.outbox.output(Output(request_id, source=source))
@@ -318,7 +318,7 @@ class SessionHub(Generic[RequestT]):
     # --- ends
 
     def _end(self, session: ConductorSession) -> None:
-        """End the session, behind what is in its outbox now."""
+        """End the session, after the present content of its outbox."""
         self._sessions.discard(session)
         self._cancel_timer(session)
         if not session.ended:
@@ -337,7 +337,7 @@ class SessionHub(Generic[RequestT]):
             self._abort(request_id)
 
     def drain(self) -> None:
-        """Refuse new requests from now on, so that they go to other workers; those that are here go on."""
+        """Refuse new requests from now on, so that they go to other workers; present ones continue."""
         self._draining = True
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ _HASH_HEAD_BYTES = 2
 
 
 class RequestFactory:
-    """Makes engine requests of this worker's model from Submit messages; without ``grammars`` none may be asked for."""
+    """Makes engine requests of this worker's model from Submit messages; without ``grammars`` none may have one."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class RequestFactory:
         self._naming_key = naming_key
 
     def request(self, submit: Submit) -> EngineRequest:
-        """Make the request that ``submit`` describes; raises InvalidRequest if it is not valid."""
+        """Make the request described by ``submit``; raises InvalidRequest if it is not valid."""
         sampling = submit.sampling
-        if sampling.seed is None:  # it still draws the same tokens wherever it goes on: its id is the seed
+        if sampling.seed is None:  # its id is the seed, so it draws the same tokens wherever it continues
             sampling = structs.replace(sampling, seed=xxhash.xxh3_64_intdigest(submit.request_id.encode()))
         return EngineRequest(
             request_id=submit.request_id,
@@ -77,7 +77,7 @@ class RequestFactory:
         )
 
     def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
-        """Make the prompt that ``pull`` names, and where its KV is computed."""
+        """Make the prompt named by ``pull``, and where its KV is computed."""
         return self._sequence(pull.salt, pull.tokens), pull.source
 
     def probe(self, request_id: RequestId) -> EngineRequest:
@@ -134,9 +134,9 @@ def event_messages(events: Iterable[KvEvent]) -> list[KvChange]:
 def welcome_message(
     instance_id: InstanceId, generation: int, hashes: Iterable[BlockHash], sequence: int, load: WorkerLoad
 ) -> SessionWelcome:
-    """Make the snapshot of the cache with which a session begins; its events go on from there.
+    """Make the snapshot of the cache with which a session begins; its events continue from there.
 
-    Of more than ``MAX_WELCOME_BYTES`` of hashes only the first are sent: requests are not routed by the others.
+    If the hashes exceed ``MAX_WELCOME_BYTES``, only the first are sent: requests are not routed by the others.
     """
     sent, num_bytes = list[BlockHash](), 0
     for each in hashes:

@@ -1,4 +1,4 @@
-"""Where weights come from: GGUF files and safetensors directories behind one `WeightSource`."""
+"""Sources of weights: GGUF files and safetensors directories behind one `WeightSource`."""
 
 from tanghulu.workers.weights.fingerprint import fingerprint
 from tanghulu.workers.weights.source import ModelSource, resolve_model

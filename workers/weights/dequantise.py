@@ -1,8 +1,8 @@
 """Quantised GGUF data to float32.
 
-The common small formats are done by torch over the whole tensor (135M weights of Q4_1 in a few tenths of a
-second on two cores); every other one goes through the gguf package, which is right but five times slower.
-Formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (block_q4_0, block_q4_1, block_q8_0).
+torch decodes the common small formats over the whole tensor (135M weights of Q4_1 in a few tenths of a second on two
+cores); every other one goes through the gguf package, which is right but five times slower. Formats:
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (block_q4_0, block_q4_1, block_q8_0).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def num_stored_bytes(ggml_type: int, shape: tuple[int, ...], name: str) -> int:
-    """Bytes that a tensor of ``shape`` takes in the file; raises ModelUnsupported if it cannot be stored so."""
+    """Return the bytes of a tensor of ``shape`` in the file; raises ModelUnsupported if it cannot be stored so."""
     try:
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
     except (ValueError, KeyError):
@@ -32,7 +32,7 @@ def num_stored_bytes(ggml_type: int, shape: tuple[int, ...], name: str) -> int:
 
 
 def dequantise(raw: _Bytes, ggml_type: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """``raw`` bytes as float32 of ``shape``; a copy that does not keep ``raw`` alive.
+    """Return ``raw`` bytes as float32 of ``shape``; a copy that does not keep ``raw`` alive.
 
     Raises ModelUnsupported for a quantisation that neither we nor the gguf package can read.
     """

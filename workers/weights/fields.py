@@ -1,8 +1,8 @@
 """Typed access to the small objects of a checkpoint: config.json, GGUF metadata, adapter and tokenizer configs.
 
-An error names the file, the key and the value. What is read counts as implemented; `Fields.refuse_others` raises for
-the first key that nobody read and that is not known to be without effect, so a key that this project has never seen
-cannot change a model's results unnoticed.
+An error names the file, the key and the value. Keys that are read count as implemented; `Fields.refuse_others` raises
+for the first key that was neither read nor is known to be without effect, so an unknown key cannot change a model's
+results unnoticed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REQUIRED: Final = object()
 
 
 class Fields:
-    """The fields of one object, ``where`` in messages; ``prefix`` is put in front of each name."""
+    """The fields of one object, named ``where`` in messages; ``prefix`` is prepended to each name."""
 
     def __init__(self, values: object, where: str, prefix: str = "") -> None:
         if not isinstance(values, Mapping):
@@ -44,7 +44,7 @@ class Fields:
         return int(value)
 
     def optional_integer(self, name: str, default: int | None = None, *, least: int = 1) -> int | None:
-        """Return an integer, or None for null; ``default`` where the key is absent."""
+        """Return an integer, or None for null; ``default`` if the key is absent."""
         value = self._get(name, default)
         return None if value is None else self.integer(name, value, least=least)
 
@@ -63,7 +63,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean; null is ``default``."""
+        """Return a boolean; ``default`` for null."""
         value = self._get(name, default)
         if value is not None and not isinstance(value, bool):
             raise self.unusable(name, "it must be true or false")
@@ -102,7 +102,7 @@ class Fields:
         return frozenset(found)
 
     def only(self, name: str, *computed: object) -> None:
-        """Raise ModelUnsupported unless the key is absent or one of the values that are ``computed``."""
+        """Raise ModelUnsupported unless the key is absent or has one of the values ``computed``."""
         value = self._get(name, _ABSENT)
         if value is not _ABSENT and not any(_same(value, each) for each in computed):
             raise self._not_computed(self._prefix + name, f"; computed: {', '.join(map(str, computed))}")
@@ -128,7 +128,7 @@ class Fields:
                 raise self._not_computed(key)
 
     def unusable(self, name: str, wanted: str) -> ModelUnsupported:
-        """Make the error that the value of ``name`` is not as ``wanted``."""
+        """Make the error for a value of ``name`` that is not as ``wanted``."""
         key = self._prefix + name
         if key not in self._values:
             return ModelUnsupported(f"{self._where} has no {key!r}; {wanted}")
@@ -146,18 +146,18 @@ class Fields:
 
 
 def is_integer(value: object, least: int = -MAX_COUNT, most: int = MAX_COUNT) -> bool:
-    """Return whether ``value`` is an integer, no boolean, from ``least`` to ``most``."""
+    """Return whether ``value`` is an integer, not a boolean, from ``least`` to ``most``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def shown(value: object) -> str:
-    """Return ``value`` as a message shows it."""
+    """Return ``value`` formatted for a message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Return the names that ``text`` lists, with white space between them."""
+    """Return the names listed in ``text``, separated by white space."""
     return frozenset(text.split())
 
 
@@ -173,5 +173,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _same(value: object, other: object) -> bool:
-    """Equality to which true is not 1."""
+    """Return whether the values are equal, distinguishing true from 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,4 +1,4 @@
-"""The name under which two KV caches may be exchanged: equal weights, dtype, layout and rotary settings."""
+"""Name under which two KV caches may be exchanged: equal weights, dtype, layout and rotary settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tanghulu.workers.weights.source import ModelSource
 
 _READ_BYTES = 16 << 20
 _LAYOUT = "blocks,layers,kv,tokens,heads,dim/1"
-#: Numbers of a model that its KV does not follow from, the weights being the same.
+#: Numbers of a model that do not affect its KV, the weights being the same.
 _NOT_IN_KV = frozenset({"architecture", "vocab", "max_context", "tie_embeddings", "bos_id", "eos_ids"})
 
 
@@ -26,13 +26,12 @@ def fingerprint(
     weights_dtype: str = "",
     arithmetic: bytes = b"",
 ) -> Fingerprint:
-    """16 bytes, xxh3_128 over the bytes of the weight files, an adapter's too, and over what shapes a block's KV.
+    """Return 16 bytes, xxh3_128 over the weight files' bytes, an adapter's too, and over what shapes a block's KV.
 
-    File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``), ``weights_dtype``
-    the weights' (empty: the same); ``tp_size`` the number of tensor-parallel ranks that share out the heads (a chunk's
-    ``part`` names the rank).
-    ``arithmetic`` names how KV is computed where it must be the same bits; empty: equal to a rounding will do.
-    Reads all the files, at the disk's speed the first time and the page cache's afterwards.
+    File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``), ``weights_dtype`` the
+    weights' (empty: the same); ``tp_size`` the number of tensor-parallel ranks that divide the heads (a chunk's
+    ``part`` names the rank). ``arithmetic`` names the computation of KV that must be bit-identical; if empty, equality
+    up to rounding suffices. Reads all the files, at the disk's speed the first time and the page cache's afterwards.
     """
     config = source.config
     digest = xxhash.xxh3_128()

@@ -1,8 +1,8 @@
-"""What a model's makers want tokens to be drawn with, where a request does not say.
+"""Sampling defaults of a model's makers, for requests that do not set them.
 
 Read from ``generation_config.json`` beside safetensors, as vLLM and transformers do, or from a GGUF file's
-``general.sampling.*``, as llama.cpp does. Some files say nothing though their makers do elsewhere: those models have a
-row in a table here, by the name that their files have.
+``general.sampling.*``, as llama.cpp does. Some files lack them though their makers publish them elsewhere: those models
+have a row in a table here, by the name in their files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 from tanghulu.errors import ModelUnsupported
 from tanghulu.session.sampling import SamplingDefaults
 
-#: Names in GGUF metadata (general.basename or general.name, in lower case) -> what the model's page says.
+#: Names in GGUF metadata (general.basename or general.name, in lower case) -> values of the model's page.
 _OF_MODELS: Final = {
     # https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct: "temperature=0.2, top_p=0.9"
     "smollm2": SamplingDefaults(temperature=0.2, top_p=0.9),
@@ -29,13 +29,13 @@ _GGUF_KEYS: Final = {
 
 
 def defaults_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
-    """The defaults in a ``generation_config.json``. Raises ModelUnsupported for one that no request could ask for."""
+    """Return the defaults in ``generation_config.json``. Raises ModelUnsupported for one that no request could set."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return _checked({name: generation[name] for name in names if generation.get(name) is not None})
 
 
 def defaults_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """The defaults in GGUF metadata, or those of the model's page. Raises ModelUnsupported as above."""
+    """Return the defaults in GGUF metadata, or those of the model's page. Raises ModelUnsupported as above."""
     given = {name: metadata[key] for key, name in _GGUF_KEYS.items() if key in metadata}
     if given:
         return _checked(given)
@@ -46,7 +46,7 @@ def defaults_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
 def _checked(given: Mapping[str, Any]) -> SamplingDefaults:
     try:
         numbers = {name: float(value) for name, value in given.items() if name != "top_k"}
-        defaults = SamplingDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 is off as well
+        defaults = SamplingDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 also disables it
     except (TypeError, ValueError, OverflowError) as error:
         raise ModelUnsupported(f"the model's sampling defaults {dict(given)} are no numbers: {error}") from error
     if not (

@@ -13,12 +13,12 @@ from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.weights.fields import MAX_LAYERS, Fields
 from tanghulu.workers.weights.model_config import ModelConfig, RopeScaling
 
-#: What GGUF calls the architectures that are computed: a Mistral's file says llama.
+#: GGUF's names of the supported architectures: a Mistral's file has llama.
 GGUF_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 _HARMLESS: Final = frozenset(
     {"rope.scaling.original_context_length", "rope.scaling.finetuned", "attention.layer_norm_epsilon"}
 )
-#: Ends of a turn that llama.cpp knows by name where a file does not say which token they are.
+#: Tokens ending a turn that llama.cpp recognises by name if a file does not identify them.
 _ENDS_BY_NAME: Final = ("<|eot_id|>", "<|im_end|>")
 
 
@@ -92,7 +92,7 @@ def _context(fields: Fields) -> int:
 
 
 def _rope_scaling(fields: Fields) -> RopeScaling:
-    # Llama 3's scaling does not stand here: GGUF ships its result as the tensor rope_freqs.weight.
+    # Llama 3's scaling is not here: GGUF ships its result as the tensor rope_freqs.weight.
     kind = fields.text("rope.scaling.type", "linear")
     older = fields.number("rope.scale_linear", 1.0, least=1)
     factor = fields.number("rope.scaling.factor", older, least=1)

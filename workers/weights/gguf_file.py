@@ -1,13 +1,13 @@
-"""Weights out of a GGUF file: mapped, dequantised to float32, renamed to Hugging Face's names.
+"""Weights of a GGUF file: mapped, dequantised to float32, renamed to Hugging Face's names.
 
 GGUF's ``llama`` stores the rows of W_q and W_k in the order of ggml's rotary convention, which pairs
 neighbouring dimensions (0,1), (2,3), ...; ours, like Hugging Face's, pairs dimension i with i + head_dim/2.
 With head_dim 4 the file's rows 0,1,2,3 of a head are our rows 0,2,1,3; `_unpermute` undoes it. Other
 architectures are stored unpermuted.
 
-The head of the file (metadata, and where each tensor lies) is read here as well: the gguf package's reader makes
+The head of the file (metadata, and the place of each tensor) is read here as well: the gguf package's reader makes
 several numpy objects for every string, three seconds for a vocabulary of 49k tokens; this one walks the same bytes in a
-tenth of a second. It reads nothing of the tensors' data. Format:
+tenth of a second. It reads none of the tensors' data. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
 
@@ -106,7 +106,7 @@ class GgufFile:
         if match[1] == "k":
             heads = self.metadata.get("llama.attention.head_count_kv", heads)
         rows = tensor.shape[0]
-        if rows % (2 * heads):  # the wrong shape, which whoever takes it will say
+        if rows % (2 * heads):  # the wrong shape, reported by whoever takes it
             return tensor
         pairs = tensor.view(heads, rows // heads // 2, 2, -1)
         return pairs.transpose(1, 2).reshape(tensor.shape)
@@ -127,7 +127,7 @@ def _gguf_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies: ``shape`` is torch's order (rows first), ``offset`` counts from the data's start."""
+    """Place of a tensor: ``shape`` is torch's order (rows first), ``offset`` counts from the data's start."""
 
     name: str
     shape: tuple[int, ...]
@@ -137,7 +137,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """The head of a GGUF file; the tensors' data begins ``data_start`` bytes into the file."""
+    """Head of a GGUF file; the tensors' data begins ``data_start`` bytes into the file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]
@@ -147,7 +147,7 @@ class GgufHead:
 def read_gguf_head(data: bytes | memoryview, name: str) -> GgufHead:
     """Parse the head of the GGUF file ``data`` (mapped or read); ``name`` is for messages.
 
-    Raises ModelUnsupported if it is no GGUF file of a known version, ends too early or has a name twice.
+    Raises ModelUnsupported if it is not a GGUF file of a known version, ends too early or has a name twice.
     """
     reader = _Reader(data)
     try:

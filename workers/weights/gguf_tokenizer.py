@@ -1,17 +1,18 @@
-"""A `tokenizers.Tokenizer` out of GGUF metadata: byte-level BPE (*gpt2*) or SentencePiece's (*llama*).
+"""A `tokenizers.Tokenizer` from GGUF metadata: byte-level BPE (*gpt2*) or SentencePiece's (*llama*).
 
-Of byte-level BPE, GGUF keeps tokens, merges and token types, but of the pre-tokenizer only a name
+For byte-level BPE, GGUF keeps tokens, merges and token types, but only a name of the pre-tokenizer
 (``tokenizer.ggml.pre``). The splits behind the names are those of the models' own tokenizer.json. An unknown name is
 refused, and so is a file without one (llama.cpp's ``default``), because a wrong split yields plausible but different
 tokens.
 
-Of SentencePiece (Llama 2, Mistral), GGUF keeps pieces with scores. SentencePiece's BPE joins, of all neighbours whose
-join is a piece, those whose piece has the highest score, until none is left. `tokenizers` joins by a list of merges, so
-the list is made of the pieces: every way to cut a piece into two pieces is a merge, ordered by the piece's score.
-Example: with the pieces ``l``, ``o``, ``w``, ``lo`` (-1) and ``low`` (-2) the merges are (l, o) and then (lo, w).
+For SentencePiece (Llama 2, Mistral), GGUF keeps pieces with scores. SentencePiece's BPE repeatedly joins, of all
+neighbours whose join is a piece, those whose piece has the highest score, until none is left. `tokenizers` joins by a
+list of merges, so the list is made of the pieces: every way to cut a piece into two pieces is a merge, ordered by the
+piece's score. Example: with the pieces ``l``, ``o``, ``w``, ``lo`` (-1) and ``low`` (-2) the merges are (l, o) and then
+(lo, w).
 
-A text's spaces become U+2581, and one is put in front of the text and behind every special token, as llama.cpp does
-with these files. Characters that are no piece become their UTF-8 bytes, where the vocabulary has byte pieces.
+A text's spaces become U+2581, and one is put before the text and after every special token, as llama.cpp does with
+these files. Characters that are not pieces become their UTF-8 bytes, if the vocabulary has byte pieces.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "deepseek-r1-qwen": lambda: _split_by(_QWEN2_SPLIT),
     "tekken": lambda: _split_by(_TEKKEN_SPLIT),
 }
-#: Whole words of the vocabulary win over the merges' result (as in the tokenizer.json of Llama 3 and Mistral Nemo).
+#: Whole words of the vocabulary take precedence over merges (as in the tokenizer.json of Llama 3 and Mistral Nemo).
 _IGNORES_MERGES = frozenset({"llama-bpe", "tekken"})
-#: What a file that does not say so means, as llama.cpp reads it.
+#: Pre-tokenizers for which a missing flag adds BOS, as in llama.cpp.
 _ADDS_BOS = frozenset({"llama-bpe", "tekken"})
-#: Keys of ``tokenizer.ggml`` that say nothing about how a text is cut.
+#: Keys of ``tokenizer.ggml`` that do not affect how a text is cut.
 _HARMLESS = names_in(
     """
     cls_token_id eom_token_id eos_token_id eot_token_id fim_mid_token_id fim_pad_token_id fim_pre_token_id
@@ -76,9 +77,9 @@ _HARMLESS = names_in(
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """Build the tokenizer that ``metadata`` describes, and say whether it puts BOS in front of a text.
+    """Build the tokenizer described by ``metadata``; also return whether it puts BOS in front of a text.
 
-    Raises ModelUnsupported that names the tokenizer model or pre-tokenizer that cannot be built, or the malformed key.
+    Raises ModelUnsupported that names the unsupported tokenizer model or pre-tokenizer, or the malformed key.
     """
     fields = Fields(metadata, "GGUF metadata", "tokenizer.ggml.")
     with typed_errors("the vocabulary in the GGUF metadata cannot be built"):
@@ -141,7 +142,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Tokens that are found in a text before it is split; control tokens are special, and left out on decoding."""
+    """Add tokens found in a text before it is split; control tokens are special, and left out on decoding."""
     special, plain = [], []
     for token, kind in zip(tokens, types, strict=False):
         if kind == _CONTROL:
@@ -179,7 +180,7 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
 
 
 def _merges(pieces: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Every cut of a piece into two, the piece of the highest score first; of equal ones the one of the lowest id."""
+    """Return every cut of a piece into two, the piece of the highest score first, the lowest id among equals."""
     joinable = {piece for piece, kind in zip(pieces, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
     order = sorted(range(len(pieces)), key=lambda index: -scores[index])
     return [

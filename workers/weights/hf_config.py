@@ -1,7 +1,7 @@
 """Reads a model's numbers from Hugging Face's ``config.json``, as transformers reads it.
 
-Each key is in one of three places: read below, with the values that are computed; in ``_HARMLESS``, keys that change
-nothing in the forward pass; or it makes the load fail by its name, unless it is null, false or empty.
+Each key is in one of three places: read below, with the supported values; in ``_HARMLESS``, keys without effect on the
+forward pass; or it makes the load fail by its name, unless it is null, false or empty.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What sets an architecture apart: transformers' values for keys that a file lacks, biases, norms of heads.
+    """Distinguishing features of an architecture: transformers' values for absent keys, biases, norms of heads.
 
-    None is derived: as many KV heads as heads, ``hidden_size`` shared out to the heads. ``biases`` are attention's:
-    ``optional`` ones are as ``attention_bias`` says.
+    None is derived: as many KV heads as heads, ``hidden_size`` divided among the heads. ``biases`` are attention's:
+    ``optional`` ones follow ``attention_bias``.
     """
 
     kv_heads: int | None = None
@@ -36,7 +36,7 @@ class _Family:
     qk_norm: bool = False
 
 
-#: Architectures that are computed, by ``model_type``.
+#: Supported architectures, by ``model_type``.
 FAMILIES: Final = {
     "llama": _Family(),
     "mistral": _Family(8, None, 131_072, window=4096, biases="none"),
@@ -47,7 +47,7 @@ FAMILIES: Final = {
     "gemma3_text": _Family(4, 256, 131_072, theta=1e6, window=4096, qk_norm=True),
 }
 #: Keys of transformers' PretrainedConfig, of its configuration classes for these architectures, of generation and of
-#: tools, that have no part in a forward pass outside training.
+#: tools, without effect on a forward pass outside training.
 _HARMLESS: Final = names_in(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash _experts_implementation
@@ -115,7 +115,7 @@ def _attention(fields: Fields, family: _Family) -> dict[str, Any]:
         if hidden % heads:
             raise fields.unusable("num_attention_heads", f"it must divide hidden_size {hidden}")
         head_dim = hidden // heads
-    # Where the architecture's biases are fixed transformers ignores the key; tensors nobody takes are refused.
+    # Where the architecture's biases are fixed, transformers ignores the key; unused tensors are refused.
     bias = fields.flag("attention_bias") and family.biases == "optional"
     return {
         "num_heads": heads,
@@ -155,7 +155,7 @@ def _experts(fields: Fields, architecture: str) -> RoutedExperts | None:
 
 
 def _plain(fields: Fields, family: _Family) -> dict[str, Any]:
-    """Rotary embedding and context of all but Gemma."""
+    """Return rotary embedding and context of all but Gemma."""
     theta = fields.number("rope_theta", family.theta)
     section = _rope_section(fields)
     positions = fields.integer("max_position_embeddings", family.positions)
@@ -185,7 +185,7 @@ def _layer_types(fields: Fields) -> list[str]:
 
 
 def _rope_section(fields: Fields) -> Fields | None:
-    """The parameters of the rotary embedding: ``rope_parameters`` since transformers 5, ``rope_scaling`` before."""
+    """Return the rotary embedding's parameters: ``rope_parameters`` since transformers 5, ``rope_scaling`` before."""
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new is not None and old is not None:
         raise fields.unusable("rope_scaling", "there is rope_parameters beside it: keep one of them")
@@ -193,7 +193,7 @@ def _rope_section(fields: Fields) -> Fields | None:
 
 
 def _rope(section: Fields, theta: float, positions: int, *, old_name: bool) -> tuple[float, RopeScaling]:
-    """Base and scaling in ``section``; ``old_name``: ``type`` stands for ``rope_type`` where that is missing."""
+    """Return base and scaling in ``section``; ``old_name``: ``type`` replaces a missing ``rope_type``."""
     kind = section.text("rope_type", section.text("type", "default") if old_name else "default")
     section.only("type", kind)
     section.only("partial_rotary_factor", None, 1)
@@ -217,7 +217,7 @@ def _rope(section: Fields, theta: float, positions: int, *, old_name: bool) -> t
 
 
 def _gemma(fields: Fields, family: _Family) -> dict[str, Any]:
-    """What Gemma 3 has beside the others: norms, scales, and layers with a sliding window."""
+    """Return the features specific to Gemma 3: norms, scales, and layers with a sliding window."""
     num_layers, positions = _num_layers(fields), fields.integer("max_position_embeddings", 131_072)
     pattern = fields.integer("sliding_window_pattern", 6)
     kinds = _layer_types(fields) or [_SLIDING if (at + 1) % pattern else _FULL for at in range(num_layers)]
@@ -251,7 +251,7 @@ def _gemma(fields: Fields, family: _Family) -> dict[str, Any]:
 
 
 def _refuse_values(fields: Fields, family: _Family, is_gemma: bool) -> None:
-    """Raise ModelUnsupported for values that are not computed of keys that have others."""
+    """Raise ModelUnsupported for unsupported values of keys that also have supported ones."""
     if is_gemma:
         fields.only("hidden_activation", "gelu_pytorch_tanh")
         fields.only("hidden_act", None, "gelu_pytorch_tanh")

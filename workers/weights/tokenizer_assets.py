@@ -1,4 +1,4 @@
-"""The data that a conductor needs to turn text into tokens and back, as it is sent to conductors.
+"""Data with which a conductor turns text into tokens and back, in the form sent to conductors.
 
 Owns the reading of tokenizers from checkpoints: ``tokenizer.json`` and the files beside it (`hf_tokenizer`), or the
 vocabulary inside GGUF metadata (`gguf_tokenizer`). Encodes nothing itself.
@@ -23,11 +23,11 @@ from tanghulu.workers.weights.source import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class TokenizerAssets:
-    """A tokenizer as data. ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_buffer`` reads.
+    """A tokenizer as data. ``tokenizer_json`` is input for ``tokenizers.Tokenizer.from_buffer``.
 
-    With ``add_bos`` the tokenizer itself puts ``bos_token`` in front when special tokens are asked for; a text
-    that a chat template made has its own and must be encoded without. ``eos_ids`` end a text by default;
-    ``defaults`` are what its makers want tokens to be drawn with.
+    With ``add_bos`` the tokenizer itself prepends ``bos_token`` when special tokens are requested; the text of a chat
+    template has its own and must be encoded without. ``eos_ids`` end a text by default; ``defaults`` are its makers'
+    sampling defaults.
     """
 
     tokenizer_json: bytes
@@ -43,7 +43,7 @@ class TokenizerAssets:
 def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
     """Read the tokenizer of ``source``.
 
-    Raises ModelUnsupported if the files have none, or one of a kind that cannot be built.
+    Raises ModelUnsupported if the files have none, or one of an unsupported kind.
     """
     if source.gguf_path is not None:
         return _from_gguf(source, source.gguf_path)
@@ -74,10 +74,10 @@ def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
 def assets_of_folder(
     folder: Path, bos_id: int | None, eos_ids: Iterable[int], *, vocab: int | None = None
 ) -> TokenizerAssets:
-    """Read the tokenizer in a folder of Hugging Face's format, of a model with ``vocab`` tokens if that is known.
+    """Read the tokenizer in a folder of Hugging Face's format, of a model with ``vocab`` tokens if known.
 
-    The tokenizer's own ``eos_token`` ends a text besides ``eos_ids``. Raises ModelUnsupported if there is no tokenizer,
-    or one that cannot be read.
+    The tokenizer's own ``eos_token`` ends a text, as do ``eos_ids``. Raises ModelUnsupported if there is no tokenizer,
+    or an unreadable one.
     """
     config_path, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
     config = read_json(config_path) if config_path.exists() else {}
@@ -110,7 +110,7 @@ def _chat_template(folder: Path, config: Fields) -> str | None:
             raise ModelUnsupported(f"cannot read {separate}: {error}") from error
     if config.is_text("chat_template"):
         return config.text("chat_template")
-    # Several named templates: the one called default is for chats.
+    # Of several named templates, the default one is for chats.
     templates = [Fields(entry, "tokenizer_config.json, chat_template") for entry in config.items("chat_template", dict)]
     named = {each.text("name"): each.text("template") for each in templates}
     return named.get("default")

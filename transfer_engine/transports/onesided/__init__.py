@@ -1,1 +1,1 @@
-"""What rdma and ucx share: connections that go past the owner's process, and their control messages."""
+"""Common part of rdma and ucx: connections that bypass the owner's process, and their control messages."""

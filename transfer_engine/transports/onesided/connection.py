@@ -1,9 +1,9 @@
-"""One mover of the client's and its control connection: they are set up, posted to, polled and given up together.
+"""A client's mover with its control connection: set up, posted to, polled and given up together.
 
-Owns the order of what happens to a slice: it waits until the owner's end is reached, fences are told and its lease was
-asked for; it is posted; it lands; and where it is verified the owner is asked what its range holds, and both sides are
-compared. How an end moves bytes is its ``Mover``'s affair. Raises ConnectionBroken when the two cannot be used any
-more; who uses them then, and what is tried instead, is decided elsewhere.
+Owns the order of a slice's steps: it waits until the owner's end is reached, fences are sent and its lease was
+requested; it is posted; it lands; and if it is verified, the owner reports the checksum of its range, and both sides
+are compared. A ``Mover`` moves the bytes of an end. Raises ConnectionBroken when the two cannot be used any more; their
+users, and the alternatives, are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Mover(Protocol):
     Raises NodeUnavailable or TransferFailed when it cannot be used any more.
     """
 
-    #: What the owner has to be told in order to make its end.
+    #: What the owner needs to make its end.
     asked: bytes
     #: Whether slices may be posted.
     ready: bool
 
     def connect(self, granted: bytes) -> None:
-        """Reach the owner's end; ``ready`` once that is done. Raises MalformedMessage, too."""
+        """Reach the owner's end; ``ready`` once that is done. Also raises MalformedMessage."""
         ...
 
     def advance(self) -> None:
-        """Go on with connecting."""
+        """Continue connecting."""
         ...
 
     def has_room_for(self, piece: Slice) -> bool:
@@ -47,12 +47,12 @@ class Mover(Protocol):
         ...
 
     def flush(self) -> None:
-        """Begin to move what was posted."""
+        """Begin to move the posted slices."""
         ...
 
     @property
     def num_posted(self) -> int:
-        """Slices that are moving."""
+        """Number of moving slices."""
         ...
 
     @property
@@ -61,23 +61,23 @@ class Mover(Protocol):
         ...
 
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
-        """Append the slices whose bytes are where they belong, and what was refused."""
+        """Append the slices whose bytes are in place, and the refused ones."""
         ...
 
     def fileno(self) -> int:
-        """Readable when ``collect`` has something after ``arm``; -1 where it must be asked again and again."""
+        """Return a descriptor, readable after ``arm`` when ``collect`` has something; -1 if it must be polled."""
         ...
 
     def arm(self) -> None:
-        """Have the descriptor tell the next end of a slice."""
+        """Have the descriptor signal the next end of a slice."""
         ...
 
     def woken(self) -> None:
-        """The descriptor is readable."""
+        """Record that the descriptor is readable."""
         ...
 
     def close(self) -> None:
-        """Let nothing land here and nothing be sent any more; forget what was posted. May wait a bounded time."""
+        """Let nothing land here and nothing be sent any more; forget posted slices. May wait a bounded time."""
         ...
 
 
@@ -86,20 +86,20 @@ class OneSidedConnection:
 
     def __init__(self, path: Path, mover: Mover, control: Control, fences: Fences) -> None:
         self.path = path
-        self.watched = 0  # the events of the control connection that the link's poller was told to look for
+        self.watched = 0  # events of the control connection requested from the link's poller
         self.control = control
         self.mover = mover
         self._fences = fences
         self._pending: deque[Slice] = deque()
-        self._to_compare: deque[Slice] = deque()  # they have landed
+        self._to_compare: deque[Slice] = deque()  # already landed
         self._connecting = False
         control.connect(mover.asked)
 
-    # --- what the link asks
+    # --- for the link
 
     @property
     def greeted(self) -> bool:
-        """Whether both ends stand."""
+        """Whether both ends are up."""
         return self.mover.ready
 
     @property
@@ -114,15 +114,15 @@ class OneSidedConnection:
 
     @property
     def must_be_asked(self) -> bool:
-        """Whether something is moving and no descriptor tells its end."""
+        """Whether something is moving whose end no descriptor signals."""
         return self.mover.num_posted > 0 and self.mover.fileno() < 0
 
     def queue(self, piece: Slice) -> None:
-        """Post the slice when ``advance`` is called next, or as soon after as it can be."""
+        """Post the slice at the next ``advance``, or as soon after as possible."""
         self._pending.append(piece)
 
     def advance(self, ended: list[Completion]) -> None:
-        """Take what landed, post what is pending; append what ended."""
+        """Take landed slices, post pending ones; append what ended."""
         try:
             self._reach()
             if self.mover.num_posted:
@@ -137,15 +137,15 @@ class OneSidedConnection:
             raise ConnectionBroken(typed_error(error, self.path.label)) from error
 
     def arm(self) -> None:
-        """Have the mover's descriptor tell what ends next."""
+        """Have the mover's descriptor signal the next end."""
         if self.mover.num_posted:
             self.mover.arm()
 
     def shut(self) -> None:
         """Close both ends: afterwards nothing lands here, and no WRITE of it lands at the owner.
 
-        The owner's word for that is waited for CLOSE_WAIT_S at most, and only if a WRITE was under way; where it does
-        not come, the token becomes a fence, which every later slice to that owner waits for.
+        Waits for the owner's confirmation for CLOSE_WAIT_S at most, and only if a WRITE was under way; if it does not
+        arrive, the token becomes a fence, for which every later slice to that owner waits.
         """
         writing = self.mover.writing
         self._pending.clear()
@@ -156,14 +156,14 @@ class OneSidedConnection:
         self.control.close()
 
     def check(self) -> None:
-        """Assert the invariants: nothing moves before both ends stand, and what is expected is counted."""
+        """Assert the invariants: nothing moves before both ends are up, and expected answers are counted."""
         assert self.mover.ready or not (self.mover.num_posted or self._to_compare)
         self.control.check()
 
     # --- inside
 
     def _reach(self) -> None:
-        """Go on with connecting, once the owner has granted it."""
+        """Continue connecting, once the owner has granted it."""
         if self.mover.ready:
             return
         if not self._connecting and self.control.granted is not None:
@@ -195,7 +195,7 @@ class OneSidedConnection:
             self._to_compare.popleft()
 
     def _compared(self, said: Digested) -> Completion:
-        """Return whether both sides hold the same bytes where a verified slice has landed."""
+        """Return whether both sides hold the same bytes for a landed verified slice."""
         piece = said.piece
         if said.refusal is not None:
             return Refused(piece.slice_id, said.refusal)

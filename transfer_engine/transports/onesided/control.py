@@ -1,6 +1,6 @@
-"""The client's control connection of a transport that goes past the owner's process: what is asked, in order.
+"""Client's control connection of a transport that bypasses the owner's process: requests, in order.
 
-Owns the socket, the connection's token, and which fences and leases were told. Raises ConnectionBroken when it cannot
+Owns the socket, the connection's token, and which fences and leases were sent. Raises ConnectionBroken when it cannot
 be used any more. Nothing here waits, but ``receive_closed`` for a bounded time.
 """
 
@@ -27,19 +27,19 @@ from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, Con
 from tanghulu.transfer_engine.transports.tcp.tls import TlsStreamSocket
 from tanghulu.types import Address
 
-#: How long giving up waits for the owner's word that its end is closed too.
+#: Most seconds for which giving up waits for the owner to confirm that its end is closed too.
 CLOSE_WAIT_S = 0.2
 
 
 class Digested(NamedTuple):
-    """What the owner says about a slice that has landed: the checksum of its range there, or why it does not say."""
+    """The owner's answer about a landed slice: the checksum of its range there, or the reason for none."""
 
     piece: Slice
     digest: int
     refusal: TanghuluError | None
 
 
-#: The most that is taken from the connection at once.
+#: Most bytes taken from the connection at once.
 _PIECE_BYTES = 1 << 16
 
 
@@ -49,20 +49,20 @@ class _Asked(NamedTuple):
 
 
 class Control:
-    """A connection on ``path``; it starts to connect at once, and the first thing to ask is ``connect``."""
+    """A connection on ``path``; it starts to connect at once, and the first request is ``connect``."""
 
     def __init__(self, path: Path, dialect: Dialect, context: ConnectContext) -> None:
-        """Raises NodeUnavailable if there is no address, ConfigError for bad files of TLS."""
+        """Start to connect; raises NodeUnavailable if there is no address, ConfigError for bad files of TLS."""
         self.token = secrets.randbits(63) | 1
-        #: What the owner granted the CONNECT with, from then on.
+        #: The owner's grant of the CONNECT, once it has answered.
         self.granted: bytes | None = None
-        #: By lease that was asked for: why nothing may be posted under it; None if it may.
+        #: By requested lease: why nothing may be posted under it; None if it may.
         self.refusals: dict[int, TanghuluError | None] = {}
         self._path, self._dialect, self._fences = path, dialect, context.fences
         self._descriptor, self._session = context.descriptor, context.session
         self._num_fences = 0
         self._expected: deque[_Asked] = deque()
-        self._num_ahead = 0  # of them, those that slices wait for
+        self._num_ahead = 0  # of them, those for which slices wait
         self._digested: list[Digested] = []
         self._leased = False  # whether the owner keeps leases
         self._out = b""
@@ -72,29 +72,29 @@ class Control:
         plain, tls = _start_connecting(dialect.protocol, address), context.config.tls
         self._sock: StreamSocket = TlsStreamSocket(plain, client_context(tls), address.host) if tls else plain
 
-    # --- what the connection asks
+    # --- for the connection
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
         return self._sock.fileno()
 
     @property
     def interest(self) -> int:
-        """The epoll events that matter now."""
+        """Epoll events of interest now."""
         return select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is waited for."""
+        """Whether an answer is awaited."""
         return bool(self._expected)
 
     @property
     def num_comparing(self) -> int:
-        """Slices about which the owner is being asked, and answers about them that nobody took."""
+        """Slices with a pending request for their digest, and answers about them not yet taken."""
         return len(self._expected) - self._num_ahead + len(self._digested)
 
     def connect(self, asked: bytes) -> None:
-        """Ask for the owner's end; ``granted`` is there when it has answered."""
+        """Request the owner's end; ``granted`` is set when it has answered."""
         self._ask(
             ControlRequest(
                 ControlOp.CONNECT, self.token, self._session.session_id, self._descriptor.generation,
@@ -103,7 +103,7 @@ class Control:
         )  # fmt: skip
 
     def clears(self, pieces: Collection[Slice]) -> bool:
-        """Whether slices may be posted: fences are told, and leases that they are the first to use were asked for."""
+        """Return whether slices may be posted: fences sent, and newly used leases requested."""
         num_seen, tokens = self._fences.since(self._num_fences)
         self._num_fences = num_seen
         for token in tokens:
@@ -116,13 +116,13 @@ class Control:
         return self._num_ahead == 0
 
     def ask_digest(self, piece: Slice) -> None:
-        """Have the owner compute the checksum of the slice's range; ``take_digested`` tells it."""
+        """Have the owner compute the checksum of the slice's range; ``take_digested`` returns it."""
         op = ControlOp.READ if piece.opcode is Opcode.READ else ControlOp.WRITTEN
         self._ask(ControlRequest(op, piece.lease_id, offset=piece.remote_offset, length=piece.length), piece)
         self._send()
 
     def take_digested(self) -> list[Digested]:
-        """What the owner said since the last call."""
+        """Return the owner's answers since the last call."""
         digested, self._digested = self._digested, []
         return digested
 
@@ -141,7 +141,7 @@ class Control:
             raise ConnectionBroken(typed_error(error, self._path.label)) from error
 
     def receive_closed(self) -> bool:
-        """Ask the owner to close its end; whether it said so in time."""
+        """Request the owner to close its end; return whether it confirmed in time."""
         until_s = time.monotonic() + CLOSE_WAIT_S
         self._ask(ControlRequest(ControlOp.CLOSE, self.token))
         waiter = select.poll()
@@ -156,14 +156,14 @@ class Control:
         return False
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._sock.close()
         self._expected.clear()
         self._digested.clear()
         self._num_ahead = 0
 
     def check(self) -> None:
-        """Assert the invariants: what is expected is counted."""
+        """Assert the invariants: expected answers are counted."""
         assert self._num_ahead == sum(each.piece is None for each in self._expected)
 
     # --- inside
@@ -179,7 +179,7 @@ class Control:
 
     def _receive(self) -> None:
         buffer, got = self._buffer, _PIECE_BYTES
-        while got == _PIECE_BYTES:  # of what TLS has decrypted no poller knows
+        while got == _PIECE_BYTES:  # no poller sees what TLS has decrypted
             try:
                 got = self._sock.recv_into(buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -207,7 +207,7 @@ class Control:
 
 
 def _start_connecting(protocol: str, address: Address) -> socket.socket:
-    """Raises NodeUnavailable if the name has no address."""
+    """Start to connect; raises NodeUnavailable if the name has no address."""
     try:
         family, kind, protocol_number, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM

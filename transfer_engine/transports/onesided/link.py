@@ -1,6 +1,6 @@
-"""Links of the one-sided transports, which go past the owner's process: rdma and ucx differ in their movers.
+"""Links of the one-sided transports, which bypass the owner's process: rdma and ucx differ in their movers.
 
-Owns a link's connections, decides nothing. ``rdma`` and ``ucx`` say how it is assured that no WRITE lands late.
+Owns a link's connections, decides nothing. ``rdma`` and ``ucx`` describe how they ensure that no WRITE lands late.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tanghulu.transfer_engine.transports.onesided.connection import Mover, OneSi
 from tanghulu.transfer_engine.transports.onesided.control import Control
 from tanghulu.transfer_engine.transports.onesided.wire import Dialect
 
-#: Where bytes move only while it is asked whether they have: how long to ask without a pause, and the pause after that.
+#: For transports that move bytes only while polled: seconds to poll without a pause, and the pause after that.
 _ASK_S = 0.002
 _PAUSE_S = 50e-6
 
@@ -29,11 +29,11 @@ class Movers(Protocol):
     dialect: Dialect
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> Mover:
-        """A mover for the connection of ``token``; ``wake`` ends a ``poll``. Raises NodeUnavailable, TransferFailed."""
+        """Return a mover for connection ``token``; ``wake`` ends a ``poll``. Raises NodeUnavailable, TransferFailed."""
         ...
 
     def close(self) -> None:
-        """Let go of what they share; every mover is closed."""
+        """Release what they share; every mover is closed."""
         ...
 
 
@@ -49,15 +49,15 @@ class OneSidedPeer:
         self._paths = paths
 
     def paths(self, rank: int) -> list[Path]:
-        """Every path, as the transport pairs devices and endpoints."""
+        """Return every path, as the transport pairs devices and endpoints."""
         return self._paths(rank)
 
     def connect(self) -> OneSidedLink:
-        """A new link; its movers are made when the first slice is posted on them."""
+        """Return a new link; its movers are made when the first slice is posted on them."""
         return OneSidedLink(self._context, self._movers())
 
     def close(self) -> None:
-        """Links share nothing."""
+        """Do nothing: links share nothing."""
 
 
 class OneSidedLink(WiredLink[OneSidedConnection]):
@@ -71,11 +71,11 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
     # --- Link
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Post what is queued, take what ended; sleep, or keep asking, while there is nothing."""
+        """Post queued slices, take ended ones; sleep, or keep polling, while there are none."""
         self._advance()
         if not self._ended and timeout_s > 0:
             self._arm()
-            self._advance()  # what ended before it was armed
+            self._advance()  # ended before it was armed
         began_s = now_s = time.monotonic()
         while True:
             asking = any(each.must_be_asked for each in self._connections.values())
@@ -89,7 +89,7 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
             now_s = time.monotonic()
 
     def fileno(self) -> int:
-        """Readable when a connection's descriptor is, and always while something is moving that must be asked for."""
+        """Return a descriptor, readable when a connection's is, and always while a moving slice needs polling."""
         if any(each.must_be_asked for each in self._connections.values()):
             self.wake()
         self._arm()
@@ -102,7 +102,7 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
             self._movers.close()
 
     def check(self) -> None:
-        """Assert the invariants of the connections too."""
+        """Assert the invariants, also of the connections."""
         super().check()
         for connection in self._connections.values():
             connection.check()
@@ -113,7 +113,7 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
         control = Control(path, self._movers.dialect, self._context)
         try:
             mover = self._movers.make(path, control.token, self.wake)
-        except BaseException:  # an interrupt, too: nobody else knows the socket; it is raised on
+        except BaseException:  # including an interrupt: the socket has no other owner; re-raised
             control.close()
             raise
         connection = OneSidedConnection(path, mover, control, self._context.fences)

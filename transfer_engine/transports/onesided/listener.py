@@ -1,9 +1,9 @@
-"""The serving end of the transports that go past the owner's process: an end is made for every control connection.
+"""Serving side of the transports that bypass the owner's process: every control connection gets an end.
 
-Owns the listener and what lives as long as a connection; bytes move without it. An *end* is what the transport reaches
-the segment by, a queue pair or an agent (``FarEnds`` makes them). Who is admitted, and which connections their clients
-have given up, is ``admission``'s decision, the same as for tcp; which sessions' ends must go because a lease has run
-out is ``access``'s. An end is closed before anybody is told so: before a FENCE or CLOSE is answered, and before
+Owns the listener and the state that lives as long as a connection; bytes move without it. An *end* is the transport's
+access to the segment, a queue pair or an agent (``FarEnds`` makes them). ``admission`` decides who is admitted and
+which connections their clients have given up, as for tcp; ``access`` decides which sessions' ends must go because a
+lease has run out. An end is closed before that is reported: before a FENCE or CLOSE is answered, and before
 ``end_one_sided`` frees a range.
 """
 
@@ -23,21 +23,21 @@ from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, Con
 from tanghulu.types import Address, LeaseId
 
 _BACKLOG = 256
-#: What a client may have sent before its end stands: it has no more to ask than a few requests.
+#: Most bytes that a client may send before its end is up: it needs only a few requests.
 _MAX_UNSERVED_BYTES = 8192
 _TOKEN_OPS = (ControlOp.CONNECT, ControlOp.FENCE, ControlOp.CLOSE)
 
 
 class FarEnd(Protocol):
-    """The owner's end of one client's connection: bytes reach the segment through it while it is open."""
+    """Owner's end of one client's connection: bytes reach the segment through it while it is open."""
 
     def close(self) -> None:
-        """Nothing lands and nothing is sent through it any more when this returns."""
+        """Close it: nothing lands and nothing is sent through it any more when this returns."""
         ...
 
 
 class Grant(NamedTuple):
-    """An end that was made for one client, and what that has to be told (see ``wire``)."""
+    """An end made for one client, and the answer to that client (see ``wire``)."""
 
     end: FarEnd
     payload: bytes
@@ -47,16 +47,16 @@ class FarEnds(Protocol):
     """Makes the ends of one transport to one segment."""
 
     dialect: Dialect
-    #: Connections at once.
+    #: Most connections at once.
     max_ends: int
 
     @property
     def devices(self) -> Sequence[str]:
-        """The names of those that serve, in the order of preference; one empty name where that is nobody's affair."""
+        """Names of the serving devices, in the order of preference; one empty name if irrelevant."""
         ...
 
     async def start(self) -> None:
-        """Get hold of the devices and the segment. Raises NodeUnavailable, TransferFailed."""
+        """Acquire the devices and the segment. Raises NodeUnavailable, TransferFailed."""
         ...
 
     def admit(self, asked: bytes) -> None:
@@ -64,19 +64,19 @@ class FarEnds(Protocol):
         ...
 
     async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
-        """Hand ``take`` an end, made in a thread; what it needs stays open until ``take`` has returned.
+        """Hand ``take`` an end, made in a thread; its resources stay open until ``take`` has returned.
 
-        Raises NodeUnavailable, TransferFailed, and what ``take`` does.
+        Raises NodeUnavailable, TransferFailed, and what ``take`` raises.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the segment and the devices; every end is closed already."""
+        """Release the segment and the devices; every end is closed already."""
         ...
 
 
 class OneSidedListener:
-    """Serves a segment through ``ends``; everything but the making of ends happens on one event loop."""
+    """Serves a segment through ``ends``; everything but making ends happens on one event loop."""
 
     def __init__(self, ends: FarEnds, context: ServeContext) -> None:
         self.ends = ends
@@ -93,7 +93,7 @@ class OneSidedListener:
     # --- life
 
     async def start(self) -> None:
-        """Listen. Raises what ``FarEnds.start`` does, OSError."""
+        """Listen. Raises what ``FarEnds.start`` raises, and OSError."""
         await self.ends.start()
         loop = asyncio.get_running_loop()
         try:
@@ -101,7 +101,7 @@ class OneSidedListener:
             if self._listen.tls is not None:
                 make = self._handshakes = Handshakes(self._listen.tls, make, self._hello_s)
             self._listener = await loop.create_server(make, self._listen.host, 0, backlog=_BACKLOG)
-        except BaseException:  # a cancel, too: nobody else would let the devices go; it is raised on
+        except BaseException:  # including a cancel: nothing else would release the devices; re-raised
             self.ends.close()
             raise
         self._port = self._listener.sockets[0].getsockname()[1]
@@ -110,17 +110,17 @@ class OneSidedListener:
             self._access.on_revoke = self._revoke_soon
 
     def endpoints(self) -> list[Endpoint]:
-        """One a device, in the order of preference."""
+        """Return one per device, in the order of preference."""
         address = str(Address(self._listen.announced_host, self._port))
         return [Endpoint(self.ends.dialect.protocol, address, name) for name in self.ends.devices]
 
     @property
     def num_connections(self) -> int:
-        """Control connections that are open."""
+        """Open control connections."""
         return len(self.connections)
 
     async def close(self) -> None:
-        """Close every end, then let go of the memory and the devices; all of it before anything else runs."""
+        """Close every end, then release the memory and the devices; all of it before anything else runs."""
         if self._listener is None:
             return
         self._listener.close()
@@ -138,10 +138,10 @@ class OneSidedListener:
         for connection in self.connections:
             connection.check()
 
-    # --- what a connection asks
+    # --- for a connection
 
     def admit(self, connection: OneSidedServerConnection, request: ControlRequest) -> None:
-        """Let the connection have an end; raises the typed refusal."""
+        """Admit the connection to an end; raises the typed refusal."""
         if len(self.connections) > self.ends.max_ends:
             name = self.ends.dialect.protocol
             raise Overloaded(f"{self.ends.max_ends} {name} connections are open; use another transport")
@@ -158,18 +158,18 @@ class OneSidedListener:
             self._access.begin_one_sided(session_id)
 
     def ended(self, session_id: int) -> None:
-        """An end of the session is closed."""
+        """Count an end of the session as closed."""
         if self._access is not None:
             freed = self._access.end_one_sided(session_id)
             if freed:
                 self._on_freed(freed)
 
     def fence(self, token: int) -> None:
-        """Cut the connection that its client gave up, also if it comes only later."""
+        """Cut the connection given up by its client, even if it arrives only later."""
         self.admission.fence(Head(Op.FENCE, 0, 0, 0, 0, token, 0))
 
     def admit_lease(self, session_id: int, lease_id: int) -> None:
-        """Raises LeaseExpired if the session may not use the lease now; when it is lost later, ``_revoke`` follows."""
+        """Raise LeaseExpired if the session may not use the lease now; when it is lost later, ``_revoke`` follows."""
         if self._access is None:
             return
         lease = self._access.lease(LeaseId(lease_id))
@@ -177,7 +177,7 @@ class OneSidedListener:
             raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
 
     def digest(self, connected: ControlRequest, request: ControlRequest) -> int:
-        """The checksum of a range that the client of ``connected`` may read or has written; raises the refusal."""
+        """Return the checksum of a range that ``connected``'s client may read or has written; raises the refusal."""
         op = Op.READ if request.op is ControlOp.READ else Op.WRITE
         head = Head(
             op, 0, connected.session_id, request.number, connected.generation, request.offset, request.length, True
@@ -217,20 +217,20 @@ class OneSidedServerConnection(asyncio.Protocol):
         self._connected: ControlRequest | None = None
         self._end: FarEnd | None = None
         self._making: asyncio.Task[None] | None = None
-        self._stranger = False  # told that it speaks another version; it is not listened to any more
+        self._stranger = False  # has been informed that it speaks another version; ignored from then on
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
         self._admitted = False
 
     @property
     def session_id(self) -> int:
-        """The session of the client, once it is admitted."""
+        """Session of the client, once it is admitted."""
         return 0 if self._connected is None else self._connected.session_id
 
-    # --- asyncio's calls
+    # --- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Turn the peer away when the server is full."""
+        """Refuse the peer when the server is full."""
         self._transport = cast(asyncio.Transport, transport)
         self._admitted = self._listener.admission.opened(self)
         if self._admitted:
@@ -239,7 +239,7 @@ class OneSidedServerConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone, or was cut."""
+        """Release a client that is gone or was cut."""
         self._transport = None
         self._close_end()
         if self._admitted:
@@ -266,15 +266,15 @@ class OneSidedServerConnection(asyncio.Protocol):
         except MalformedMessage as error:
             self._turn_away(error)
 
-    # --- what the admission may do
+    # --- for the admission
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """None: nothing is in work here that could stall, but one of another version that does not hang up."""
+        """None, unless a peer of another version does not disconnect: nothing else here could stall."""
         return (-1, 0) if self._stranger else None
 
     def cut(self) -> None:
-        """Close the end, now, and hang up. One that is being made is closed unused."""
+        """Close the end, now, and disconnect. An end still being made is closed unused."""
         self._close_end()
         if self._transport is not None:
             self._transport.abort()
@@ -300,7 +300,7 @@ class OneSidedServerConnection(asyncio.Protocol):
             self._write(ControlAnswer(request.op, error))
 
     def _do(self, request: ControlRequest) -> int:
-        """What was asked of an admitted connection; the checksum, if it was that."""
+        """Perform the request of an admitted connection; return the checksum, if it asked for that."""
         connected = self._connected
         assert connected is not None, "it has a token"
         if request.op in (ControlOp.READ, ControlOp.WRITTEN):
@@ -314,7 +314,7 @@ class OneSidedServerConnection(asyncio.Protocol):
         return 0
 
     def _turn_away(self, why: MalformedMessage) -> None:
-        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        """Disconnect; first answer a peer of another version, and give it a stall's time to receive that."""
         if self._transport is None or self.token or not isinstance(why, OtherVersion):
             self.cut()
             return

@@ -1,22 +1,22 @@
-"""The bytes by which a client and the owner of a segment set up one-sided transfers: pure encoding and decoding.
+"""Bytes by which a client and the owner of a segment set up one-sided transfers: pure encoding and decoding.
 
-rdma and ucx move bytes past the owner's process; what the two processes have to say to each other goes over a tcp
-*control connection* to the owner. It belongs to one *end* (a queue pair, an agent) on each side. The client says
-CONNECT once and gets what it needs in order to reach the owner's end, which was made for it alone; then it may send the
-others; each is answered, in order. When the connection ends for whatever reason the owner closes its end.
+rdma and ucx move bytes past the owner's process; the messages between the two processes go over a tcp *control
+connection* to the owner. It belongs to one *end* (a queue pair, an agent) on each side. The client sends CONNECT once
+and receives all it needs to reach the owner's end, made for it alone; then it may send the others; each is answered, in
+order. When the connection ends, for any reason, the owner closes its end.
 
     request  magic u32 | version u8 | op u8 | payload's length u16 | number u64 | session id u64 | generation u64
              | hash of the segment's name u64 | offset u64 | length u64 | payload: CONNECT's, the transport's own
-    answer   magic u32 | version u8 | op u8 | refused u8 | leased u8 (whether ADMIT is asked for) | payload's length u32
+    answer   magic u32 | version u8 | op u8 | refused u8 | leased u8 (whether ADMIT is required) | payload's length u32
              | digest u64 | payload: CONNECT's, the transport's own, or the text of a refusal
 
 ``number`` is a connection's token (random, never 0) for CONNECT, FENCE and CLOSE, and a lease for the others.
-``offset`` and ``length`` of CONNECT are the session's secret, without which it is refused. ADMIT
-asks for a lease under which the client will use the end: once a lease and connection, also when a slice is tried again
-over another, so that no slice begins under a lease that has ended. FENCE names a connection, of any transport but shm,
-that its client has given up: the owner cuts it, and refuses it if it comes later still, before it answers. CLOSE has
-the owner close this connection's end before it answers: from then on nothing that was sent through it can land. READ
-and WRITTEN ask for the xxh3_64 of what the segment holds in a range, under a lease to read or to write it.
+``offset`` and ``length`` of CONNECT are the session's secret, without which it is refused. ADMIT requests a lease under
+which the client will use the end: once per lease and connection, also when a slice is retried over another, so that no
+slice begins under a lease that has ended. FENCE names a connection, of any transport but shm, that its client has given
+up: the owner cuts it, or refuses it if it arrives later, before it answers. CLOSE has the owner close this connection's
+end before it answers: from then on nothing sent through it can land. READ and WRITTEN request the xxh3_64 of a range of
+the segment, under a lease to read or to write it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _REQUEST = struct.Struct("<IBBHQQQQQQ")
 _ANSWER = struct.Struct("<IBBBBIQ")
 REQUEST_BYTES = _REQUEST.size
 ANSWER_BYTES = _ANSWER.size
-#: A CONNECT brings a device's name and address at the most.
+#: A CONNECT carries at most a device's name and address.
 MAX_ASKED_BYTES = 1024
 #: An agent's metadata has about 500 bytes for each network device.
 MAX_GRANTED_BYTES = 1 << 20
 
 
 class ControlOp(IntEnum):
-    """What the client asks for."""
+    """Operation requested by the client."""
 
     CONNECT = 1
     FENCE = 2
@@ -58,7 +58,7 @@ class ControlOp(IntEnum):
 
 
 class ControlRequest(NamedTuple):
-    """One message of the client; the docstring of the module says who needs which field."""
+    """One message of the client; the module docstring lists the fields of each."""
 
     op: ControlOp
     number: int
@@ -82,7 +82,7 @@ class ControlAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One transport's messages: its name, its version, and the magic numbers that begin them."""
+    """One transport's messages: its name, its version, and their leading magic numbers."""
 
     protocol: str
     version: int
@@ -90,12 +90,12 @@ class Dialect:
     answer_magic: int
 
     def pack_request(self, request: ControlRequest) -> bytes:
-        """A request on the wire."""
+        """Return a request for the wire."""
         op, *numbers, payload = request
         return _REQUEST.pack(self.request_magic, self.version, op, len(payload), *numbers) + payload
 
     def pack_answer(self, answer: ControlAnswer) -> bytes:
-        """An answer on the wire."""
+        """Return an answer for the wire."""
         refused = answer.refusal is not None
         payload = answer.payload if answer.refusal is None else pack_error(answer.refusal)
         head = _ANSWER.pack(
@@ -104,7 +104,7 @@ class Dialect:
         return head + payload
 
     def take_request(self, data: bytearray) -> ControlRequest | None:
-        """Take one whole request off the front of ``data``; None if there is none yet. Raises MalformedMessage."""
+        """Take one whole request off the front of ``data``; None if it is incomplete. Raises MalformedMessage."""
         check_request_version(data, self.request_magic, self.version, self.protocol)
         if len(data) < REQUEST_BYTES:
             return None
@@ -117,7 +117,7 @@ class Dialect:
         return ControlRequest(ControlOp(op), number, session_id, generation, name, offset, length, payload)
 
     def take_answer(self, data: bytearray) -> ControlAnswer | None:
-        """Take one whole answer off the front of ``data``; None if there is none yet. Raises MalformedMessage."""
+        """Take one whole answer off the front of ``data``; None if it is incomplete. Raises MalformedMessage."""
         check_answer_version(data, self.answer_magic, self.version, self.protocol)
         if len(data) < ANSWER_BYTES:
             return None
@@ -134,7 +134,7 @@ class Dialect:
 
 
 def _take_payload(data: bytearray, head_bytes: int, num_bytes: int) -> bytes | None:
-    """Take a message off ``data`` if it is whole; what stands behind its head."""
+    """Take a message off ``data`` if it is whole; return the bytes behind its head."""
     end = head_bytes + num_bytes
     if len(data) < end:
         return None

@@ -1,11 +1,11 @@
-"""libibverbs' binary interface, as far as this engine needs it: structures, constants, function signatures.
+"""Binary interface of libibverbs, as far as this engine needs it: structures, constants, function signatures.
 
 Owns the library's loading and nothing else; only ``verbs`` uses it. Layouts and numbers are those of
 infiniband/verbs.h, which its authors keep compatible since IBVERBS_1.1;
-``tests/transfer_engine/transports/test_rdma_works.py`` holds them against a compiler's view of that header. By ctypes,
-because the calls that may take long (registering memory, connecting a queue pair, which resolves the peer's address)
-then let other threads run, because every CPython can use it, and because a chain of work requests is bytes that are
-filled in place and handed over in one call.
+``tests/transfer_engine/transports/test_rdma_works.py`` compares them with a compiler's view of that header. It uses
+ctypes because slow calls (registering memory, connecting a queue pair, which resolves the peer's address) then let
+other threads run, because every CPython supports it, and because a chain of work requests is bytes filled in place and
+handed over in one call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEND_SIGNALED = 2
 MASK_STATE, MASK_ACCESS, MASK_PKEY, MASK_PORT, MASK_AV, MASK_MTU = 1, 8, 16, 32, 128, 256
 MASK_TIMEOUT, MASK_RETRY, MASK_RNR_RETRY, MASK_RQ_PSN, MASK_MAX_READS = 512, 1024, 2048, 4096, 8192
 MASK_RNR_TIMER, MASK_SQ_PSN, MASK_MAX_DEST_READS, MASK_DEST = 32768, 65536, 131072, 1 << 20
-#: What RC wants to be told on its way from RESET over INIT and RTR to RTS.
+#: Attributes that RC requires on its way from RESET over INIT and RTR to RTS.
 INIT_MASK = MASK_STATE | MASK_PKEY | MASK_PORT | MASK_ACCESS
 RTR_MASK = MASK_STATE | MASK_AV | MASK_MTU | MASK_DEST | MASK_RQ_PSN | MASK_MAX_DEST_READS | MASK_RNR_TIMER
 RTS_MASK = MASK_STATE | MASK_TIMEOUT | MASK_RETRY | MASK_RNR_RETRY | MASK_SQ_PSN | MASK_MAX_READS
@@ -46,7 +46,7 @@ STATUS = (
 #: struct ibv_sge (address, length, lkey).
 SEND_REQUEST = struct.Struct("<QQQiiI4xQI76xQII")
 SGE_OFFSET = 128
-#: struct ibv_wc: id, status; the rest is not looked at.
+#: struct ibv_wc: id, status; the rest is ignored.
 COMPLETION = struct.Struct("<Qi36x")
 
 
@@ -141,7 +141,7 @@ class Gid(ctypes.Structure):
 
 
 class _Operations(ctypes.Structure):
-    """struct ibv_context_ops: what the header calls inline goes through this table."""
+    """struct ibv_context_ops: table behind the header's inline functions."""
 
     _fields_ = [
         ("before", c_void_p * 11), ("poll_cq", c_void_p), ("req_notify_cq", c_void_p), ("between", c_void_p * 12),
@@ -155,7 +155,7 @@ class VerbsContext(ctypes.Structure):
     _fields_ = [("device", c_void_p), ("ops", _Operations), ("cmd_fd", c_int), ("async_fd", c_int)]
 
 
-# These three never wait, so they keep the interpreter's lock: giving it away would cost more than the call.
+# These three never wait, so they keep the interpreter's lock: releasing it would cost more than the call.
 POLL = ctypes.PYFUNCTYPE(c_int, c_void_p, c_int, c_void_p)
 NOTIFY = ctypes.PYFUNCTYPE(c_int, c_void_p, c_int)
 POST = ctypes.PYFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p)
@@ -186,7 +186,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def library() -> Any:
-    """The loaded library with its signatures; raises OSError if there is none."""
+    """Return the loaded library with its signatures; raises OSError if there is none."""
     try:
         loaded = ctypes.CDLL(LIBRARY, use_errno=True)
     except OSError as error:
@@ -198,7 +198,7 @@ def library() -> Any:
 
 
 def register_dmabuf(verbs: Any) -> Any:
-    """``ibv_reg_dmabuf_mr`` with its signature; raises AttributeError where the library is too old to have it."""
+    """Return ``ibv_reg_dmabuf_mr`` with its signature; raises AttributeError if the library is too old."""
     function = verbs.ibv_reg_dmabuf_mr
     function.restype = POINTER(Region)
     function.argtypes = (c_void_p, c_uint64, c_size_t, c_uint64, c_int, c_int)

@@ -1,4 +1,4 @@
-"""The local ends of rdma: this process's open devices, the memory registered with them, and what is staged.
+"""Local side of rdma: this process's open devices, the memory registered with them, and staged buffers.
 
 Owns the devices' life: they are opened once, and closed when the last user has gone. Buffers larger than STAGED_BYTES
 are registered whole on first use and stay so while the Buffer lives (``TransferEngine.register`` once, use often: 16
@@ -15,12 +15,12 @@ from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, probe
 
-#: Of STAGED_BYTES each, by link and device.
+#: Slots of STAGED_BYTES each, by link and device.
 NUM_SLOTS = 64
 
 
 class StagingMemory:
-    """Slots that are registered with a device; used by one thread at a time."""
+    """Slots registered with a device; used by one thread at a time."""
 
     def __init__(self, device: Device) -> None:
         self.slots = StagedSlots(NUM_SLOTS)
@@ -34,7 +34,7 @@ class StagingMemory:
 
 
 class LocalDevices:
-    """The devices that rdma links of one engine use; safe to use from several threads."""
+    """The devices used by one engine's rdma links; thread-safe."""
 
     def __init__(self, infos: Sequence[DeviceInfo]) -> None:
         self.names = tuple(info.name for info in infos)
@@ -45,9 +45,9 @@ class LocalDevices:
 
     @classmethod
     def find(cls, wanted: Sequence[str]) -> LocalDevices:
-        """The usable devices of this machine; ``wanted`` names and orders them (empty: all, by name).
+        """Find the usable devices of this machine; ``wanted`` names and orders them (empty: all, by name).
 
-        Raises NodeUnavailable, saying why, if there is none or one of ``wanted`` is not usable.
+        Raises NodeUnavailable, with the reason, if there is none or one of ``wanted`` is not usable.
         """
         found = probe()
         by_name = {info.name: info for info in found.devices}
@@ -59,7 +59,7 @@ class LocalDevices:
         return cls([by_name[name] for name in wanted] if wanted else list(found.devices))
 
     def device(self, name: str) -> Device:
-        """The open device; raises NodeUnavailable if it cannot be opened."""
+        """Return the open device; raises NodeUnavailable if it cannot be opened."""
         with self._lock:
             device = self._open.get(name)
             if device is None:
@@ -67,7 +67,7 @@ class LocalDevices:
             return device
 
     def region(self, name: str, buffer: Buffer) -> MemoryRegion:
-        """The buffer's registration with one device, made on first use; raises TransferFailed if that is refused."""
+        """Return the buffer's registration with one device, made on first use; raises TransferFailed if refused."""
         device = self.device(name)
         with self._lock:
             region = buffer.regions.get(device)
@@ -78,12 +78,12 @@ class LocalDevices:
             return region
 
     def use(self) -> None:
-        """A link is about to use the devices; ``let_go`` ends it."""
+        """Count a link about to use the devices; ``let_go`` ends it."""
         with self._lock:
             self._num_users += 1
 
     def let_go(self) -> None:
-        """One user less; the last one closes the devices (and what buffers have registered with them)."""
+        """Count one user less; the last one closes the devices (and the buffers' registrations with them)."""
         with self._lock:
             self._num_users -= 1
             if self._num_users == 0:

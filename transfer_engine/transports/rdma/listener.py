@@ -1,7 +1,7 @@
-"""The owner's ends of rdma: the segment registered with every device, and a queue pair for each client.
+"""Owner's ends of rdma: the segment registered with every device, and a queue pair for each client.
 
-Owns the devices and the memory regions. It takes no part in transfers; ``onesided.listener`` decides who gets a
-queue pair, and when it must go.
+Owns the devices and the memory regions. It takes no part in transfers; ``onesided.listener`` decides who gets a queue
+pair, and when it must go.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, MemoryRegion, QueuePair
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted, parse_asked
 
-#: Queue pairs at once; a device has some 10^5 of them.
+#: Most queue pairs at once; a device has some 10^5 of them.
 MAX_PAIRS = 4096
 
 
@@ -36,7 +36,7 @@ class RdmaEnds:
 
     @property
     def devices(self) -> list[str]:
-        """The devices that the segment is registered with."""
+        """Devices with which the segment is registered."""
         return list(self._regions)
 
     async def start(self) -> None:
@@ -49,9 +49,9 @@ class RdmaEnds:
         self._region(device)
 
     async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
-        """Hand ``take`` a queue pair that is connected to the client's.
+        """Hand ``take`` a queue pair connected to the client's.
 
-        In a thread, because the kernel may look for the client's address for a second; the devices stay open until
+        In a thread, because the kernel may take a second to resolve the client's address; the devices stay open until
         ``take`` has returned. Raises TransferFailed or NodeUnavailable.
         """
         name, peer = parse_asked(asked)
@@ -66,7 +66,7 @@ class RdmaEnds:
             devices.let_go()
 
     def close(self) -> None:
-        """Let go of the memory and the devices."""
+        """Release the memory and the devices."""
         for _, region in self._regions.values():
             region.close()
         self._regions.clear()

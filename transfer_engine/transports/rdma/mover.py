@@ -1,6 +1,6 @@
-"""The client's end of rdma: a queue pair, the slices that are posted on it, and what is staged.
+"""Client's end of rdma: a queue pair, the slices posted on it, and the staged ones.
 
-Owns the pair and the order of what was posted. Nothing here waits, but ``close`` for a bounded time.
+Owns the pair and the order of posting. Nothing here waits, but ``close`` for a bounded time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
 from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest, which_tell
 
-#: Works that a queue pair holds; the engine's windows are smaller.
+#: Capacity of a queue pair, in works; the engine's windows are smaller.
 MAX_WORKS = 256
-#: How long closing waits for what was posted to end.
+#: Most seconds for which closing waits for posted works to end.
 FLUSH_WAIT_S = 0.2
 
 
@@ -30,17 +30,17 @@ class _Posted(NamedTuple):
 
 
 class SetUp:
-    """Connect a queue pair in a thread of its own: the kernel may look for the peer's address for a second.
+    """Connect a queue pair in a thread of its own: the kernel may take a second to resolve the peer's address.
 
-    Owns the pair's end where nobody wants it any more before it is connected. Begins at once; ``wake`` is called when
-    it is done, unless it was abandoned before.
+    Owns the pair's end if it is abandoned before it is connected. Begins at once; ``wake`` is called when it is done,
+    unless it was abandoned before.
     """
 
     def __init__(
         self, pair: QueuePair, peer: QueuePairAddress, devices: LocalDevices, wake: Callable[[], None]
     ) -> None:
         self.done = False
-        #: Why it failed; only when it is done.
+        #: Reason of the failure; only when it is done.
         self.error: TanghuluError | None = None
         self._pair, self._peer, self._devices, self._wake = pair, peer, devices, wake
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class RdmaMover:
         staging: StagingMemory,
         wake: Callable[[], None],
     ) -> None:
-        """``wake`` is called from a thread when ``advance`` has something to do that no descriptor tells.
+        """``wake`` is called from a thread when ``advance`` has work that no descriptor signals.
 
         Raises NodeUnavailable or TransferFailed if there is no queue pair.
         """
@@ -101,7 +101,7 @@ class RdmaMover:
         self._set_up = SetUp(self._pair, address, self._devices, self._wake)
 
     def advance(self) -> None:
-        """Take the outcome of the connecting thread, once it is there."""
+        """Take the outcome of the connecting thread, once available."""
         if self._set_up is None or not self._set_up.done:
             return
         if self._set_up.error is not None:
@@ -110,7 +110,7 @@ class RdmaMover:
         self.ready = True
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Return whether the queue pair has a place for it, and the staging memory, if it needs that."""
+        """Return whether the queue pair has a place for it, and so has the staging memory, if required."""
         return len(self._posted) < MAX_WORKS and self._staging.slots.has_room_for(piece)
 
     def post(self, piece: Slice) -> None:
@@ -135,7 +135,7 @@ class RdmaMover:
 
     @property
     def num_posted(self) -> int:
-        """Slices that were posted and have not ended."""
+        """Number of slices posted and not ended."""
         return len(self._posted)
 
     @property
@@ -144,7 +144,7 @@ class RdmaMover:
         return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
 
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
-        """Take completions: one tells the end of all that were posted before it, too."""
+        """Take completions: one also signals the end of all posted before it."""
         for completed in self._pair.poll():
             if completed.fault:
                 self._failed(completed, ended)
@@ -157,11 +157,11 @@ class RdmaMover:
                     break
 
     def fileno(self) -> int:
-        """The completion channel's."""
+        """Return the completion channel's descriptor."""
         return self._pair.fileno()
 
     def arm(self) -> None:
-        """Have the channel tell the next completion."""
+        """Have the channel signal the next completion."""
         self._pair.arm()
 
     def woken(self) -> None:
@@ -184,7 +184,7 @@ class RdmaMover:
     # --- inside
 
     def _failed(self, completed: WorkCompletion, ended: list[Completion]) -> None:
-        """One operation failed, and with it the queue pair. A fault of the request is not tried again."""
+        """Handle a failed operation, with which the queue pair failed. A fault of the request is not retried."""
         guilty = next((each for each in self._posted if each.piece.slice_id == completed.work_id), None)
         if completed.access and guilty is not None:
             self._posted.remove(guilty)

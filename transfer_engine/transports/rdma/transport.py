@@ -4,13 +4,13 @@ Owns the staging memory of a link, by device. The owner's process takes no part 
 once per device and answers the set-up of queue pairs, and it computes the checksum of a verified slice's range.
 
 No late duplicate of a failed WRITE. RC delivers a packet of a queue pair at most once, in order, and only while both
-ends live, so what could land late is what is on the wire when this end gives up. A path that failed, stalled or was
-given up has its queue pair destroyed here (no READ lands, nothing is sent any more), and the owner is asked to destroy
-its end before anything else happens; where it does not answer in time, the pair's token becomes a fence: every
-connection to that owner, over rdma or tcp, tells it first and posts no slice before the owner has answered that the old
-end is gone. A retry therefore always lands behind its predecessor's end, and so does every later batch. For everybody
-else the lease is the guard: the owner destroys a session's queue pairs before it reuses a range whose lease has run out
-(see ``access``). What a holder gives back itself it promises not to touch, as under shm.
+ends live, so only packets on the wire when this end gives up could land late. A path that failed, stalled or was given
+up has its queue pair destroyed here (no READ lands, nothing is sent any more), and the owner is requested to destroy
+its end before anything else happens; if it does not answer in time, the pair's token becomes a fence: every connection
+to that owner, over rdma or tcp, sends it first and posts no slice before the owner has confirmed that the old end is
+gone. A retry therefore always lands after its predecessor's end, and so does every later batch. Everybody else is
+guarded by the lease: the owner destroys a session's queue pairs before it reuses a range whose lease has run out (see
+``access``). A holder that gives a range back itself promises not to touch it, as under shm.
 
 Within the segment a session is trusted, as under shm: the device checks the segment's bounds, not leases.
 """
@@ -36,9 +36,9 @@ LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slic
 
 
 def connect(context: ConnectContext) -> OneSidedPeer:
-    """A remote segment behind one or more devices; raises NodeUnavailable without a device here.
+    """Return a remote segment behind one or more devices; raises NodeUnavailable without a device here.
 
-    The engine's devices are looked for until there are some.
+    The engine's devices are looked up until some are found.
     """
     devices = context.shared.get(
         NAME, lambda: LocalDevices.find(context.config.rdma_devices), lambda found: found.let_go()
@@ -52,19 +52,19 @@ def connect(context: ConnectContext) -> OneSidedPeer:
 
 
 def serve(context: ServeContext) -> OneSidedListener:
-    """Queue pairs to the segment, on every device that was asked for."""
+    """Return the listener: queue pairs to the segment, on every requested device."""
     return OneSidedListener(RdmaEnds(context.segment, context.listen.rdma_devices), context)
 
 
 def probe(topology: Topology) -> Ability:
-    """The devices that work here."""
+    """Find the devices that work here."""
     found = verbs.probe()
     devices = ", ".join(f"{each.name} (mtu {each.mtu})" for each in found.devices)
     return Ability(bool(found.devices), devices or found.reason)
 
 
 def pair_devices(names: Sequence[str], num_remote: int) -> list[tuple[str, int]]:
-    """(local device, index of the owner's rdma endpoint) of every path.
+    """Return (local device, index of the owner's rdma endpoint) of every path.
 
     The n-th local device talks to the n-th of the owner's, in the order in which both are named: rails, as clusters are
     wired. The longer list starts again at the front of the shorter one. Example: two here, three there: 0-0, 1-1, 0-2.
@@ -83,7 +83,7 @@ class RdmaMovers:
         devices.use()
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> RdmaMover:
-        """A queue pair of the path's device; raises NodeUnavailable, TransferFailed."""
+        """Return a queue pair of the path's device; raises NodeUnavailable, TransferFailed."""
         name = path.local_device
         staging = self._staging.get(name)
         if staging is None:
@@ -91,7 +91,7 @@ class RdmaMovers:
         return RdmaMover(self._devices, name, path.endpoint.device, staging, wake)
 
     def close(self) -> None:
-        """Unpin the staging memory and let the devices go."""
+        """Unpin the staging memory and release the devices."""
         for staging in self._staging.values():
             staging.close()
         self._staging.clear()

@@ -1,16 +1,16 @@
 """Devices, memory regions and queue pairs of libibverbs, as far as this engine needs them.
 
 Owns the translation: into the library's calls, and its errors into typed ones. The library is a system package (Debian:
-libibverbs1 and ibverbs-providers), no dependency; it is looked for when somebody first asks for rdma.
+libibverbs1 and ibverbs-providers), no dependency; it is loaded on the first use of rdma.
 
-Settings of a queue pair, and where they come from (docs/rdma.md has the measurements):
+Settings of a queue pair, and their origin (docs/rdma.md has the measurements):
 
 * ``timeout`` 14 and ``retry_cnt`` 3: a packet without acknowledgement is an error after 4.096 us * 2^14 * (3 + 1) =
   268 ms. 7 retries never ended on soft-RoCE, and timeout 10 failed healthy links of an emulated machine.
 * RNR retries do not matter: one-sided operations need no receive to be posted.
 
-RC does not bound how long an operation takes (a peer whose link is down may yield no completion at all), so nobody here
-waits for the device: whoever posts has a deadline of his own, and ends with ``QueuePair.close``.
+RC does not bound the duration of an operation (a peer whose link is down may yield no completion at all), so nobody
+here waits for the device: each poster has its own deadline, and ends with ``QueuePair.close``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tanghulu.transfer_engine.transports.rdma.works import CompletionRing, PostR
 
 ACK_TIMEOUT = 14
 RETRY_COUNT = 3
-#: READs that a queue pair has under way at once, in either direction.
+#: READs that a queue pair may have under way, in either direction.
 MAX_READS = 8
 PORT = 1
 _MAX_GIDS = 256
 _HOP_LIMIT = 64
-#: Code of 0.64 ms and of "for ever"; both matter to two-sided operations only.
+#: Codes of 0.64 ms and of "for ever"; both matter to two-sided operations only.
 _RNR_TIMER, _RNR_RETRY = 12, 6
 
 
@@ -52,14 +52,14 @@ class DeviceInfo(NamedTuple):
 
 
 class DeviceProbe(NamedTuple):
-    """What rdma can do here: the usable devices by name, and if there are none, why."""
+    """Result of the rdma probe: the usable devices by name, or the reason for none."""
 
     devices: tuple[DeviceInfo, ...]
     reason: str
 
 
 def probe() -> DeviceProbe:
-    """Look for the library and for devices; never raises. The kernel is asked anew each time."""
+    """Look for the library and for devices; never raises. Queries the kernel anew each time."""
     found: list[DeviceInfo] = []
     reasons: list[str] = []
     try:
@@ -78,11 +78,11 @@ class Device:
     """An open device with its protection domain; everything made from it is closed before it."""
 
     def __init__(self, info: DeviceInfo) -> None:
-        """Raises NodeUnavailable if the device cannot be opened."""
+        """Open the device; raises NodeUnavailable if it cannot be opened."""
         self.info = info
         self._verbs = abi.library()
-        self._regions: dict[int, Any] = {}  # those that are pinned, by the address of the library's structure
-        self._lock = threading.RLock()  # a region may be dropped by the collector while its device is closed
+        self._regions: dict[int, Any] = {}  # the pinned ones, by the address of the library's structure
+        self._lock = threading.RLock()  # the collector may drop a region while its device is closed
         self._context = _open(info.name)
         self._domain = self._verbs.ibv_alloc_pd(self._context)
         if not self._domain:
@@ -110,7 +110,7 @@ class Device:
         return MemoryRegion(region.contents.lkey, region.contents.rkey, lambda: self._unpin(key))
 
     def try_dmabuf(self, fd: int, address: int, size_bytes: int) -> None:
-        """Register another device's memory by its dmabuf, and let it go; raises TransferFailed if that cannot be."""
+        """Register another device's memory by its dmabuf, and release it; raises TransferFailed if impossible."""
         access = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
         try:
             region = abi.register_dmabuf(self._verbs)(self._domain, 0, size_bytes, address, fd, access)
@@ -121,11 +121,11 @@ class Device:
         self._verbs.ibv_dereg_mr(region)
 
     def queue_pair(self, max_works: int) -> QueuePair:
-        """A fresh reliable connection's end; raises TransferFailed if the device has none left."""
+        """Return a fresh reliable connection's end; raises TransferFailed if the device has none left."""
         return QueuePair(self._verbs, self.info, self._context, self._domain, max_works)
 
     def close(self) -> None:
-        """Unpin what is still registered and close the device; its queue pairs are closed already."""
+        """Unpin remaining registrations and close the device; its queue pairs are closed already."""
         with self._lock:
             while self._regions:
                 self._verbs.ibv_dereg_mr(self._regions.popitem()[1])
@@ -157,7 +157,7 @@ class MemoryRegion:
 
 
 class QueuePair:
-    """One end of a reliable connection with a completion queue and channel of its own; used by one thread at a time."""
+    """One end of a reliable connection with its own completion queue and channel; used by one thread at a time."""
 
     def __init__(self, verbs: Any, info: DeviceInfo, context: Any, domain: int, max_works: int) -> None:
         self._verbs, self._info = verbs, info
@@ -199,14 +199,14 @@ class QueuePair:
 
     @property
     def address(self) -> QueuePairAddress:
-        """What the peer needs in order to connect; the first packet number is as random as the pair's number."""
+        """Address for a connecting peer; the first packet number is as random as the pair's number."""
         info, number = self._info, self._pair.contents.qp_num
         return QueuePairAddress(info.gid, info.lid, number, number & 0xFFFFFF, info.mtu)
 
     def connect(self, peer: QueuePairAddress) -> None:
-        """Make the pair ready to receive and to send; raises NodeUnavailable if the device knows no way to the peer.
+        """Make the pair ready to receive and send; raises NodeUnavailable if the device has no route to the peer.
 
-        The kernel looks for the peer's link address, up to a second; other threads run meanwhile.
+        The kernel resolves the peer's link address, for up to a second; other threads run meanwhile.
         """
         mine = self.address
         reach = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
@@ -226,9 +226,9 @@ class QueuePair:
                 raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {os.strerror(fault)}")
 
     def post(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
-        """Hand a chain to the device; those that ``tell`` says, and the last must be one, tell their end.
+        """Hand a chain to the device; works selected by ``tell``, including the last, signal their end.
 
-        Raises TransferFailed; then none, some or all of them were taken, and the pair is to be closed.
+        Raises TransferFailed; then none, some or all of them were taken, and the pair must be closed.
         """
         self._ring.fill(works, tell)
         fault = self._call_post(self._pair_address, self._ring.address, ctypes.byref(self._rejected))
@@ -236,7 +236,7 @@ class QueuePair:
             raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
 
     def poll(self) -> list[WorkCompletion]:
-        """The operations that ended since the last call, in order; never waits. Of unsignalled ones only failed ones.
+        """Return operations ended since the last call, in order; never waits. Of unsignalled ones only failures.
 
         Raises TransferFailed if the queue is broken.
         """
@@ -246,7 +246,7 @@ class QueuePair:
         return self._ended.take(num) if num else []
 
     def fileno(self) -> int:
-        """Readable after ``arm`` when something ended."""
+        """Return a descriptor, readable after ``arm`` when something ended."""
         return self._fd
 
     def arm(self) -> None:
@@ -256,14 +256,14 @@ class QueuePair:
             self._armed = True
 
     def woken(self) -> None:
-        """The descriptor is readable: take the event."""
+        """Take the event of the readable descriptor."""
         queue, context = ctypes.c_void_p(), ctypes.c_void_p()
         if self._verbs.ibv_get_cq_event(self._channel, ctypes.byref(queue), ctypes.byref(context)) == 0:
             self._verbs.ibv_ack_cq_events(self._queue, 1)
             self._armed = False
 
     def flush(self, last_work: int, timeout_s: float) -> bool:
-        """Force the error state, and wait until the last posted work has ended; whether it did in time.
+        """Force the error state, and wait until the last posted work has ended; return whether it did in time.
 
         Destroying a pair with works under way is allowed, but drivers are used to idle ones.
         """
@@ -295,7 +295,7 @@ class QueuePair:
             self._verbs.ibv_destroy_comp_channel(channel)
 
     def _fail(self, pair: Any) -> None:
-        """What is posted ends as flushed; refused where the pair was never connected, which does not matter."""
+        """End posted works as flushed; refused if the pair was never connected, which does not matter."""
         self._verbs.ibv_modify_qp(pair, ctypes.byref(abi.Attributes(qp_state=abi.QPS_ERR)), abi.MASK_STATE)
 
 
@@ -304,7 +304,7 @@ def _last_error() -> str:
 
 
 def _device_names() -> list[str]:
-    """Raises OSError if the library is missing or finds no device."""
+    """Return the names; raises OSError if the library is missing or finds no device."""
     verbs = abi.library()
     num = ctypes.c_int()
     devices = verbs.ibv_get_device_list(ctypes.byref(num))
@@ -319,7 +319,7 @@ def _device_names() -> list[str]:
 
 
 def _open(name: str) -> Any:
-    """The device's context; raises NodeUnavailable."""
+    """Return the device's context; raises NodeUnavailable."""
     verbs = abi.library()
     num = ctypes.c_int()
     devices = verbs.ibv_get_device_list(ctypes.byref(num))
@@ -337,7 +337,7 @@ def _open(name: str) -> Any:
 
 
 def _describe(name: str) -> DeviceInfo:
-    """Raises NodeUnavailable if the device is not usable."""
+    """Describe the device; raises NodeUnavailable if it is not usable."""
     verbs, context, port = abi.library(), _open(name), abi.Port()
     try:
         fault = verbs.ibv_query_port(context, PORT, ctypes.byref(port))
@@ -350,7 +350,7 @@ def _describe(name: str) -> DeviceInfo:
 
 
 def _best_gid(context: Any) -> tuple[int, str]:
-    """RoCE wants version 2 with a routable IPv4 or IPv6 address; InfiniBand has one GID for all."""
+    """Return the best GID: for RoCE version 2 with a routable IPv4 or IPv6 address; InfiniBand has one for all."""
     entries = (abi.Gid * _MAX_GIDS)()
     num = abi.library()._ibv_query_gid_table(context, entries, _MAX_GIDS, 0, ctypes.sizeof(abi.Gid))
     best: tuple[int, int, str] | None = None

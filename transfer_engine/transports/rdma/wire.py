@@ -1,4 +1,4 @@
-"""What two processes tell each other about their queue pairs: pure encoding and decoding.
+"""Messages between two processes about their queue pairs: pure encoding and decoding.
 
 The payloads of an rdma CONNECT and of its answer (see ``onesided.wire``):
 
@@ -23,7 +23,7 @@ _SEGMENT = struct.Struct("<QI")
 
 
 class QueuePairAddress(NamedTuple):
-    """How the other end finds a queue pair; ``mtu`` is the verbs enumeration (5 = 4096 bytes)."""
+    """Address of a queue pair for the other end; ``mtu`` is the verbs enumeration (5 = 4096 bytes)."""
 
     gid: str
     lid: int
@@ -33,19 +33,19 @@ class QueuePairAddress(NamedTuple):
 
 
 class SegmentKey(NamedTuple):
-    """Where a registered segment is in its owner's process, and what lets one in."""
+    """Address of a registered segment in its owner's process, and the key to it."""
 
     address: int
     key: int
 
 
 def pack_asked(device: str, address: QueuePairAddress) -> bytes:
-    """The client's queue pair, and the owner's device that it is to be connected to."""
+    """Pack the client's queue pair, and the owner's device to which it is to be connected."""
     return device.encode().ljust(MAX_DEVICE_BYTES, b"\0") + _pack_address(address)
 
 
 def parse_asked(payload: bytes) -> tuple[str, QueuePairAddress]:
-    """The inverse of ``pack_asked``; raises MalformedMessage."""
+    """Invert ``pack_asked``; raises MalformedMessage."""
     name, address = payload[:MAX_DEVICE_BYTES], payload[MAX_DEVICE_BYTES:]
     if len(address) != _ADDRESS.size:
         raise MalformedMessage(f"an rdma CONNECT with {len(payload)} bytes")
@@ -53,12 +53,12 @@ def parse_asked(payload: bytes) -> tuple[str, QueuePairAddress]:
 
 
 def pack_granted(address: QueuePairAddress, segment: SegmentKey) -> bytes:
-    """The owner's queue pair and its segment."""
+    """Pack the owner's queue pair and its segment."""
     return _pack_address(address) + _SEGMENT.pack(*segment)
 
 
 def parse_granted(payload: bytes) -> tuple[QueuePairAddress, SegmentKey]:
-    """The inverse of ``pack_granted``; raises MalformedMessage."""
+    """Invert ``pack_granted``; raises MalformedMessage."""
     if len(payload) != _ADDRESS.size + _SEGMENT.size:
         raise MalformedMessage(f"an rdma CONNECT was granted with {len(payload)} bytes")
     return _parse_address(payload[: _ADDRESS.size]), SegmentKey(*_SEGMENT.unpack_from(payload, _ADDRESS.size))

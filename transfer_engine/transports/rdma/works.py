@@ -1,6 +1,6 @@
-"""Work requests and completions: as the engine says them, and as the bytes that the device reads and writes.
+"""Work requests and completions: as the engine expresses them, and as the bytes that the device reads and writes.
 
-Pure but for the memory that it owns; ``verbs`` hands its addresses to the device.
+Pure but for its own memory; ``verbs`` hands its addresses to the device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 
-#: After so many works or bytes one tells its end, and the last of every chain does: fewer completions to poll, none
-#: waited for in vain, and progress to be seen at least every so many bytes (a path without any is taken for dead).
+#: Interval of signalled completions, in works and in bytes; the last work of every chain also signals. This gives fewer
+#: completions to poll, no waiting in vain, and visible progress (a path without any is presumed dead).
 SIGNAL_WORKS = 8
 SIGNAL_BYTES = 1 << 20
 _ACCESS_FAULTS = ("REM_ACCESS_ERR", "REM_INV_REQ_ERR", "LOC_PROT_ERR")
@@ -41,7 +41,7 @@ class WorkCompletion(NamedTuple):
 
 
 def which_tell(lengths: Sequence[int]) -> list[bool]:
-    """Which works of one chain shall tell their end. Example of 1 MiB each: all; of 64 KiB: every 8th and the last."""
+    """Choose works of one chain that signal their end. Example of 1 MiB each: all; 64 KiB: every 8th and the last."""
     signalled: list[bool] = []
     num_works = num_bytes = 0
     for length in lengths:
@@ -68,7 +68,7 @@ class PostRing:
         self._size_bytes = size_bytes
 
     def fill(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
-        """Lay out the chain; works whose ``tell`` is true will tell their end."""
+        """Lay out the chain; works whose ``tell`` is true will signal their end."""
         pack, memory, size_bytes, last = abi.SEND_REQUEST.pack_into, self._memory, self._size_bytes, len(works) - 1
         read, write = abi.WR_RDMA_READ, abi.WR_RDMA_WRITE
         for number, (work, signalled, (offset, address)) in enumerate(zip(works, tell, self._places, strict=False)):
@@ -89,7 +89,7 @@ class CompletionRing:
         self.address = ctypes.addressof(self._memory)
 
     def take(self, num: int) -> list[WorkCompletion]:
-        """The first ``num``, as the last poll left them."""
+        """Return the first ``num``, as left by the last poll."""
         return [_completed(*each) for each in abi.COMPLETION.iter_unpack(self._view[: num * abi.COMPLETION.size])]
 
 

@@ -1,9 +1,9 @@
-"""The serving end of the shm transport: a Unix socket that hands the segment's descriptor to peers on this host.
+"""Serving side of the shm transport: a Unix socket that hands the segment's descriptor to peers on this host.
 
 Owns the socket and its peers' connections; finds the peers' processes (pidfd), which others watch. A peer keeps its
-connection open while it uses the mapping; when it ends the mapping may live on, which is why leases of mapped ranges
-outlast it (see ``access``), unless the segment's owner knows better (``shm_hang_up_frees``). Only processes of this
-user are let in, and, where leases are kept, only the process that opened the session. It gets the memory for reading,
+connection open while it uses the mapping; the mapping may outlive the connection, which is why leases of mapped ranges
+do too (see ``access``), unless the segment's owner can rule that out (``shm_hang_up_frees``). Only processes of this
+user are admitted, and, where leases are kept, only the process that opened the session. It gets the memory for reading,
 and for writing too if its session may write.
 """
 
@@ -33,7 +33,7 @@ from tanghulu.transfer_engine.core.wire import (
 
 _log = structlog.get_logger(__name__)
 _HELLO_TIMEOUT_S = 5.0
-#: The pause after a connection could not be accepted.
+#: Pause after a failure to accept a connection.
 _ACCEPT_AGAIN_S = 1.0
 _BACKLOG = 128
 
@@ -58,11 +58,11 @@ class ShmListener:
 
     @property
     def num_connections(self) -> int:
-        """Peers whose connection is open."""
+        """Peers with an open connection."""
         return len(self._peers)
 
     def endpoints(self) -> list[Endpoint]:
-        """The socket's path."""
+        """Return the socket's path."""
         return [Endpoint("shm", self._path)]
 
     def check(self) -> None:
@@ -80,14 +80,14 @@ class ShmListener:
             finally:
                 os.umask(previous)
             listener.listen(_BACKLOG)
-        except BaseException:  # a cancel, too: nobody else knows the socket; it is raised on
+        except BaseException:  # including a cancel: the socket has no other owner; re-raised
             listener.close()
             raise
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener), name=f"shm listener {self._path}")
 
     async def close(self) -> None:
-        """Hang up on every peer and unlink the socket file."""
+        """Disconnect every peer and unlink the socket file."""
         if self._listener is None or self._accepting is None:
             return
         listener, self._listener = self._listener, None
@@ -121,14 +121,14 @@ class ShmListener:
                 async with asyncio.timeout(_HELLO_TIMEOUT_S):
                     session_id = await self._greet(peer)
                 while session_id is not None and await asyncio.get_running_loop().sock_recv(peer, 64):
-                    pass  # a peer has nothing to say; what we wait for is its end
+                    pass  # a peer sends nothing more; we wait for its end
             except (OSError, MalformedMessage, TimeoutError):
                 pass  # the peer is gone or does not speak our protocol: closing is the answer
         if session_id is not None:
             self._on_hang_up(session_id)
 
     async def _greet(self, peer: socket.socket) -> int | None:
-        """Read the hello and answer it; returns the session of the peer if it was let in."""
+        """Read the hello and answer it; return the session of the peer if it was admitted."""
         loop = asyncio.get_running_loop()
         try:
             name_bytes, generation, session = parse_shm_hello(await _receive_hello(peer))
@@ -136,7 +136,7 @@ class ShmListener:
             await self._refuse(peer, other.error)
             peer.shutdown(socket.SHUT_WR)
             while await loop.sock_recv(peer, 4096):
-                pass  # what it says more must not reset the connection before it has heard us
+                pass  # further bytes of it must not reset the connection before it has received our answer
             return None
         if name_bytes > MAX_NAME_BYTES:
             raise MalformedMessage(f"segment name of {name_bytes} bytes")
@@ -157,7 +157,7 @@ class ShmListener:
         await asyncio.get_running_loop().sock_sendall(peer, answer)
 
     def _admit(self, peer: socket.socket, name: str, generation: int, session: SessionKey) -> bool:
-        """Raise what refuses the peer; else tell whether it may write."""
+        """Raise the refusal of the peer; else return whether it may write."""
         uid = peer_uid(peer)
         if uid != os.getuid():
             raise Unauthorized(f"uid {uid} may not map the memory of uid {os.getuid()}; use tcp")
@@ -186,7 +186,7 @@ class ShmListener:
 
 
 async def _receive_hello(peer: socket.socket) -> bytes:
-    """SHM_HELLO_BYTES; raises OtherVersion as soon as they begin like another's, which may be shorter."""
+    """Return SHM_HELLO_BYTES; raises OtherVersion as soon as they begin like another's, which may be shorter."""
     begin = await _receive(peer, PREFIX_BYTES)
     check_shm_hello_version(begin)
     return begin + await _receive(peer, SHM_HELLO_BYTES - len(begin))
@@ -203,7 +203,7 @@ async def _receive(peer: socket.socket, num_bytes: int) -> bytes:
 
 
 def _unlink_if_dead(path: str) -> None:
-    """Remove the socket file of a process that is gone; one that answers stays and makes ``bind`` fail."""
+    """Remove the socket file of a dead process; one that answers stays and makes ``bind`` fail."""
     if not os.path.exists(path):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:

@@ -1,15 +1,15 @@
 """Long copies through mapped memory: an idle helper takes a part, and a digest runs along.
 
 One core moves 7 GB/s here, two move 11, and a checksum that reads the bytes again when all of them have moved finds
-them in memory instead of a cache. So a copy of ``LONG_BYTES`` and more is cut. The caller takes pieces from the front
+them in memory instead of a cache. So a copy of at least ``LONG_BYTES`` is cut. The caller takes pieces from the front
 and shows each to the digest; a helper (a thread that waits for nothing else) takes a large part from the back, in a
-single call: once a piece, each would wait for the other's turn at the interpreter. Nobody waits for the helper to come:
-if it is busy, or wakes too late, the caller has done it all. Several callers at once have no helper: they use the
+single call: with a call per piece, each would wait for the other's turn at the interpreter. Nobody waits for the helper
+to start: if it is busy, or wakes too late, the caller does it all. Several callers at once have no helper: they use the
 cores themselves.
 
-The digest wants the bytes in their order. Of a WRITE it is shown the source, which does not depend on the copy, so
-the caller need not wait for the helper before it shows what that copies, and leaves more to it. Of a READ it is shown
-what has arrived.
+The digest needs the bytes in order. For a WRITE it is shown the source, which does not depend on the copy, so the
+caller need not wait for the helper before it shows the helper's part, and leaves more to it. For a READ it is shown the
+bytes that have arrived.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Protocol
 from tanghulu.transfer_engine.core.copying import Memory, copy
 from tanghulu.transfer_engine.core.slices import Opcode
 
-#: From here on a copy is cut. A helper needs some 50 us to wake, in which 400 KiB are copied.
+#: Length from which a copy is cut. A helper needs some 50 us to wake, in which 400 KiB are copied.
 LONG_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
-#: Of what nobody has taken, what the helper takes: the caller has nothing to do but copy, or has a digest to feed
-#: when all has arrived; it has one to feed meanwhile.
+#: Helper's share of the remaining bytes: if the caller only copies, or feeds a digest after all has arrived; and if it
+#: feeds one meanwhile.
 _HALF, _MOST = 1 / 2, 3 / 4
 
 
 class Digest(Protocol):
-    """Computes something of bytes, shown to it in order, as ``store.protocol.checksums.RunningChecksums`` does."""
+    """Computes a digest of bytes shown to it in order, as ``store.protocol.checksums.RunningChecksums`` does."""
 
     def add(self, piece: memoryview) -> None:
         """Show it the next bytes."""
 
     def void(self) -> None:
-        """Forget the bytes that were shown: they may have been overwritten since, or are not all."""
+        """Forget the bytes shown so far: they may have been overwritten since, or are incomplete."""
 
 
 class LongCopy:
@@ -50,12 +50,12 @@ class LongCopy:
         self._share = share
         self._lock = threading.Lock()
         self._helping = threading.Lock()
-        self._front, self._back = 0, length  # what nobody has taken
+        self._front, self._back = 0, length  # not yet taken
 
     def copy_front(self, share: float = 0.0) -> tuple[int, int] | None:
-        """Copy the next piece, or ``share`` of what is left if that is more.
+        """Copy the next piece, or ``share`` of the remainder if that is more.
 
-        Returns (begin, end) of it, or None: nothing is left to take.
+        Returns its (begin, end), or None if nothing is left to take.
         """
         with self._lock:
             begin = self._front
@@ -79,7 +79,7 @@ class LongCopy:
             return (self._back, self._back + share) if share else None
 
     def end(self) -> None:
-        """When this returns, or raises, nobody copies any more, nor holds the memory."""
+        """End the copy: when this returns, or raises, nobody copies any more, nor holds the memory."""
         with self._lock:
             self._back = self._front
         _pass(self._helping)
@@ -92,17 +92,17 @@ class LongCopy:
 
 
 def _pass(guard: threading.Lock) -> None:
-    """Wait until the holder of ``guard`` is done, even if a signal's handler raises meanwhile; that is raised on."""
+    """Wait until the holder of ``guard`` is done, even if a signal's handler raises meanwhile; re-raises that."""
     try:
         guard.acquire()
-    except BaseException:  # Ctrl-C, too: memory must not be given back under a copy; all is raised on
+    except BaseException:  # including Ctrl-C: memory must not be given back under a copy; re-raised
         _pass(guard)
         raise
-    guard.release()  # a helper that wakes only now finds nothing to do
+    guard.release()  # a helper waking only now finds nothing to do
 
 
 class CopyHelper:
-    """A thread that helps with one long copy at a time; it is started with the first. Any thread may ask for it."""
+    """A thread that helps with one long copy at a time, started with the first. Any thread may use it."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._free = threading.Lock()
@@ -122,7 +122,7 @@ class CopyHelper:
         length: int,
         digest: Digest | None,
     ) -> None:
-        """Copy ``length`` bytes. ``digest`` has then been shown all of them, where they are on the local side."""
+        """Copy ``length`` bytes. ``digest`` has then been shown all of them, on the local side."""
         with self._lock:
             alone, self._num_callers = not self._num_callers, self._num_callers + 1
         try:
@@ -140,7 +140,7 @@ class CopyHelper:
                 self._num_callers -= 1
 
     def _copy(self, work: LongCopy, *, helped: bool) -> None:
-        """Copy in few calls: after each the interpreter is waited for."""
+        """Copy in few calls: each waits for the interpreter afterwards."""
         try:
             share = _HALF if helped and self._recruit(work) else 1.0
             while work.copy_front(share) is not None:
@@ -166,7 +166,7 @@ class CopyHelper:
             digest.add(shown[position:])
 
     def _recruit(self, work: LongCopy) -> bool:
-        """Have the thread help, unless it has not ended what it did before."""
+        """Have the thread help, unless it is still busy with an earlier copy."""
         if not self._wanted or not self._free.acquire(blocking=False):
             return False
         if self._thread is None:
@@ -181,5 +181,5 @@ class CopyHelper:
             self._free.release()
 
     def close(self) -> None:
-        """No more work comes; what is under way ends."""
+        """Take no more work; work under way ends."""
         self._works.put(None)

@@ -2,10 +2,10 @@
 
 ``ProcessMemory`` is for hosts where the pages cannot be had: the descriptor did not come through (no free descriptor, a
 sandbox between) or cannot be mapped (no address space left). process_vm_readv and process_vm_writev need neither, only
-the right to trace the owner: the same user, and no Yama or seccomp that forbids it. That is tried at once, by reading a
-byte. About half as fast as a mapping, and nobody gets a view. Should the owner end while its connection still
-seems open, its number could in theory be another process's already; the check before each copy leaves microseconds for
-the kernel to use up all its numbers.
+the right to trace the owner: the same user, and no Yama or seccomp rule against it. That is tried at once, by reading a
+byte. It is about half as fast as a mapping, and offers no views. Should the owner end while its connection still seems
+open, its pid could in theory already be another process's; the check before each copy leaves the kernel microseconds to
+use up all its pids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tanghulu.transfer_engine.core.wire import digest_of
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper, Digest
 
 _DIGEST_PIECE_BYTES = 64 << 20
-_READ = Opcode.READ  # found at every copy, and an Enum takes ten times as long (Python 3.11)
+_READ = Opcode.READ  # read at every copy, and an Enum takes ten times as long (Python 3.11)
 
 
 class _Pages:
@@ -42,7 +42,7 @@ class _Pages:
 
 
 class _WritablePages(_Pages):
-    """The mapping for writes. What this process writes it often reads: ``touch`` maps it in ``read``, too."""
+    """The mapping for writes. This process often reads what it writes, so ``touch`` also maps it in ``read``."""
 
     def __init__(self, area: mmap.mmap, read: mmap.mmap) -> None:
         super().__init__(area)
@@ -50,11 +50,11 @@ class _WritablePages(_Pages):
 
 
 class MappedMemory:
-    """The segment's pages in this process; they stay while somebody holds ``view`` or slices of it.
+    """The segment's pages in this process; they stay while ``view`` or slices of it are held.
 
-    ``view`` is read-only: nothing that reads can change a byte of it by mistake. Writes go through a second mapping,
-    made for the first of them by ``writing_fd`` (which belongs to this object; None: this process may not write).
-    ``published`` is what the owner publishes beside it, read-only too.
+    ``view`` is read-only: no reader can change a byte by mistake. Writes go through a second mapping, made for the
+    first of them from ``writing_fd`` (owned by this object; None: this process may not write). ``published`` is the
+    owner's published area, read-only too.
     """
 
     def __init__(self, area: mmap.mmap, writing_fd: int | None = None, published: mmap.mmap | None = None) -> None:
@@ -68,7 +68,7 @@ class MappedMemory:
         self._close_fd = None if writing_fd is None else weakref.finalize(self, os.close, writing_fd)
 
     def close(self) -> None:
-        """Map nothing new; what is mapped stays while somebody holds it."""
+        """Map nothing new; existing mappings stay while they are held."""
         with self._lock:
             self._drop_fd()
 
@@ -95,14 +95,14 @@ class MappedMemory:
 
     @property
     def writable_view(self) -> memoryview | None:
-        """The segment's bytes for writing; None where this process may not write."""
+        """The segment's bytes for writing; None if this process may not write."""
         try:
             return self._writable().view
         except NodeUnavailable:
             return None
 
     def touch(self, offset: int, length: int) -> None:
-        """Map the pages of a range that is about to be written, in one go."""
+        """Map the pages of a range about to be written, in one go."""
         self._writable().touch(offset, length)
 
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
@@ -124,7 +124,7 @@ class MappedMemory:
         length: int,
         digest: Digest | None,
     ) -> None:
-        """``copy`` with the help of ``helper``."""
+        """Do ``copy`` with the help of ``helper``."""
         if opcode is _READ:
             helper.copy(opcode, local, local_offset, self, remote_offset, length, digest)
         else:
@@ -133,7 +133,7 @@ class MappedMemory:
             helper.copy(opcode, pages, remote_offset, local, local_offset, length, digest)
 
     def digest(self, offset: int, length: int) -> int:
-        """The xxh3_64 of a range."""
+        """Return the xxh3_64 of a range."""
         return digest_of(self.array[offset : offset + length].data)
 
 
@@ -153,7 +153,7 @@ for _call in _CALLS.values():
 def may_trace(pid: int) -> bool:
     """Return whether the kernel would let this process read and write that one's memory."""
     byte = ctypes.c_char()
-    local, remote = _Iovec(ctypes.addressof(byte), 1), _Iovec(0, 1)  # nothing is at 0: EFAULT for those who may
+    local, remote = _Iovec(ctypes.addressof(byte), 1), _Iovec(0, 1)  # address 0 is unmapped: EFAULT if permitted
     ctypes.set_errno(0)
     _CALLS[Opcode.READ](pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
     return ctypes.get_errno() not in (errno.EPERM, errno.ESRCH, errno.ENOSYS)
@@ -162,7 +162,7 @@ def may_trace(pid: int) -> bool:
 class ProcessMemory:
     """The segment at ``address`` in the process ``pid``.
 
-    Raises NodeUnavailable, from the constructor and from ``copy``, if the kernel does not let us at it.
+    Raises NodeUnavailable, from the constructor and from ``copy``, if the kernel denies access.
     """
 
     view: memoryview | None = None
@@ -185,7 +185,7 @@ class ProcessMemory:
         """Do nothing: nothing is held."""
 
     def digest(self, offset: int, length: int) -> int:
-        """The xxh3_64 of a range, which is copied for it."""
+        """Return the xxh3_64 of a range, which is copied for it."""
         if length > _DIGEST_PIECE_BYTES:
             raise NodeUnavailable(f"{length} bytes are too many to copy for their checksum; cut the slices smaller")
         copied = ctypes.create_string_buffer(length)

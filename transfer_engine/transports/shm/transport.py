@@ -1,12 +1,11 @@
 """The shm transport: the peer's memory is mapped here, and a slice is one memmove by the calling thread.
 
-Owns the connection to the owner's Unix socket and the memory that it leads to. The copy is done when ``post`` returns,
-so nothing can land later, in either memory: a failed WRITE leaves no duplicate behind. What an expired lease means for
-mapped memory is the owner's affair (it quarantines the range until this process exits or releases it).
+Owns the connection to the owner's Unix socket and the memory obtained through it. The copy is done when ``post``
+returns, so nothing can land later, in either memory: a failed WRITE leaves no duplicate behind. The owner handles
+expired leases on mapped memory (it quarantines the range until this process exits or releases it).
 
-A peer whose process is gone leaves the mapping readable. Whether its end of the connection is still open is
-therefore asked after every copy: bytes written into, or read from, a segment that nobody serves any more are not
-reported as arrived.
+The mapping of a dead process's segment remains readable. So every copy is followed by a check that the peer's end of
+the connection is still open: bytes written into, or read from, a segment no longer served are not reported as arrived.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ from tanghulu.transfer_engine.transports.shm.memory import MappedMemory, Process
 NAME = "shm"
 LIMITS = TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256)
 _PROBE_BYTES = 4096
-#: The segment for reading and for writing, and what its owner publishes.
+#: The segment for reading and for writing, and the owner's published area.
 _MAX_DESCRIPTORS = 3
 _CREDENTIALS = struct.Struct("3i")
-#: Keeps the GIL (see ``copying``). Its arguments' types are not declared: to convert them takes longer than the call.
+#: Keeps the GIL (see ``copying``). Its arguments' types are not declared: converting them takes longer than the call.
 _poll = ctypes.PyDLL(None).poll
 
 
@@ -68,7 +67,7 @@ class _Poll(ctypes.Structure):
 
 
 def connect(context: ConnectContext) -> ShmPeer:
-    """The segment of another process on this host, mapped. Raises as ``ShmPeer.open``; NodeUnavailable elsewhere."""
+    """Return another process's segment on this host, mapped. Raises as ``ShmPeer.open``; NodeUnavailable elsewhere."""
     descriptor = context.descriptor
     if descriptor.host_id != context.host_id:
         raise NodeUnavailable(f"it is on host {descriptor.host_id!r}, we are on {context.host_id!r}")
@@ -82,7 +81,7 @@ def connect(context: ConnectContext) -> ShmPeer:
 
 
 def serve(context: ServeContext) -> ShmListener:
-    """The Unix socket at which processes of this host and user get the segment's memory."""
+    """Return the Unix socket at which processes of this host and user get the segment's memory."""
     return ShmListener(context)
 
 
@@ -98,10 +97,10 @@ def probe(topology: Topology) -> Ability:
 
 
 class ShmPeer:
-    """A segment of this host: mapped, or where that fails reached by the kernel's copies (see ``memory``).
+    """A segment of this host: mapped, or else reached by the kernel's copies (see ``memory``).
 
-    Safe to use from several threads. The pages are unmapped when the last reference to this object and to ``view`` is
-    gone, never under a running copy.
+    Thread-safe. The pages are unmapped when the last reference to this object and to ``view`` is gone, never under a
+    running copy.
     """
 
     def __init__(self, sock: socket.socket, memory: MappedMemory | ProcessMemory, endpoint: Endpoint) -> None:
@@ -115,15 +114,15 @@ class ShmPeer:
         self._closed = False
 
     def paths(self, rank: int) -> list[Path]:
-        """The Unix socket through which the memory came."""
+        """Return the Unix socket through which the memory came."""
         return endpoint_paths([self._endpoint], rank)
 
     @classmethod
     def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session: SessionKey, timeout_s: float) -> ShmPeer:
         """Connect to the owner's Unix socket and map the segment.
 
-        Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and what the
-        owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded); VersionMismatch.
+        Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and the owner's
+        refusal (Unauthorized, NodeUnavailable for another generation, Overloaded); VersionMismatch.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -134,7 +133,7 @@ class ShmPeer:
             memory = _receive_memory(sock, descriptor.size_bytes)
             sock.setblocking(False)
             return cls(sock, memory, endpoint)
-        except BaseException as error:  # an interrupt, too: nobody else knows the socket; all is raised on
+        except BaseException as error:  # including an interrupt: the socket has no other owner; re-raised
             sock.close()
             if isinstance(error, OtherVersion):
                 raise typed_error(error, f"shm socket {endpoint.address}") from error
@@ -149,13 +148,13 @@ class ShmPeer:
 
     @property
     def writable_view(self) -> memoryview | None:
-        """What ``view`` shows, to be written; None where this process may not, or the pages are not here."""
+        """The content of ``view``, for writing; None if this process may not write, or the pages are not here."""
         return self._memory.writable_view
 
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
-        """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards.
+        """Move the bytes now; the caller has checked the ranges. Check ``alive`` afterwards.
 
-        Raises NodeUnavailable where the memory is not ``mapped``, or is to be written and may only be read.
+        Raises NodeUnavailable where the memory is not ``mapped``, or a write is not allowed.
         """
         if self.view is None and not self.alive:
             raise self.gone()
@@ -171,7 +170,7 @@ class ShmPeer:
         length: int,
         digest: Digest | None,
     ) -> None:
-        """``copy``, with the helper's help where it is long; ``digest`` is shown the bytes as they are on this side."""
+        """Do ``copy``, with the helper's help if it is long; ``digest`` is shown the bytes on this side."""
         memory = self._memory
         if length >= LONG_BYTES and isinstance(memory, MappedMemory):
             memory.copy_long(helper, opcode, local, local_offset, remote_offset, length, digest)
@@ -181,37 +180,37 @@ class ShmPeer:
             digest.add(local.array[local_offset : local_offset + length].data)
 
     def touch(self, offset: int, length: int) -> None:
-        """Map the pages of a range of ``writable_view``, to which the caller is about to write, in one go."""
+        """Map, in one go, the pages of a range of ``writable_view`` that the caller is about to write."""
         self._memory.touch(offset, length)
 
     def digest(self, offset: int, length: int) -> int:
-        """The checksum of what the segment holds there."""
+        """Return the checksum of the segment's bytes there."""
         return self._memory.digest(offset, length)
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still keeps its end of the connection, on which nothing is ever said, open.
+        """Whether the owner still keeps open its end of the connection, which carries no messages.
 
-        Asked after every copy, so it keeps the GIL: nobody can close the descriptor between the look at ``_closed`` and
-        the call.
+        Checked after every copy, so it keeps the GIL: nobody can close the descriptor between the look at ``_closed``
+        and the call.
         """
         if self._closed:
             return False
         found = _poll(self._watched_pointer, 1, 0)
-        while found < 0:  # a signal came meanwhile
+        while found < 0:  # a signal arrived meanwhile
             found = _poll(self._watched_pointer, 1, 0)
         return bool(found == 0)
 
     def gone(self) -> NodeUnavailable:
-        """The error to report when the owner is not ``alive``."""
+        """Return the error to report when the owner is not ``alive``."""
         return NodeUnavailable(f"shm socket {self._endpoint.address}: the owner of the segment hung up")
 
     def connect(self) -> ShmLink:
-        """A link; all share the mapping."""
+        """Return a link; all share the mapping."""
         return ShmLink(self)
 
     def close(self) -> None:
-        """Hang up. The pages stay mapped while somebody holds them."""
+        """Close the connection. The pages stay mapped while they are held."""
         if not self._closed:
             self._closed = True
             self._sock.close()
@@ -226,7 +225,7 @@ class ShmLink:
         self._ended: list[Completion] = []
 
     def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
-        """Return at once: the owner let this process in when the memory was mapped."""
+        """Return at once: the owner admitted this process when the memory was mapped."""
 
     def post(self, piece: Slice, path: Path) -> None:
         """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
@@ -248,7 +247,7 @@ class ShmLink:
         return Arrived(piece.slice_id)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What ended inside ``post``; never waits."""
+        """Return what ended inside ``post``; never waits."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -258,18 +257,18 @@ class ShmLink:
 
     @property
     def reusable(self) -> bool:
-        """Whether all that ended was told."""
+        """Whether every end was reported."""
         return not self._ended
 
     def fileno(self) -> int:
-        """-1: there is nothing to wait for."""
+        """Return -1: there is nothing to wait for."""
         return -1
 
     def wake(self) -> None:
         """Do nothing: nobody waits."""
 
     def close(self) -> None:
-        """The mapping belongs to the peer."""
+        """Do nothing: the mapping belongs to the peer."""
 
     def check(self) -> None:
         """Assert the invariants: nothing is copied after the owner was found gone."""
@@ -277,7 +276,7 @@ class ShmLink:
 
 
 def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:
-    """Read the owner's answer; map what came with it, and close it."""
+    """Read the owner's answer; map the descriptor that came with it, and close it."""
     data, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         check_shm_answer_version(data)
@@ -300,7 +299,7 @@ def _memory(sock: socket.socket, fds: list[int], size_bytes: int, address: int) 
         try:
             area = map_shared(fds[0], size_bytes)
             return MappedMemory(area, _writing_fd(fds), _published(fds))
-        except InvalidRequest as error:  # it may shrink under us, or is another
+        except InvalidRequest as error:  # it may shrink under us, or is another one
             raise MalformedMessage(error.message) from error
         except OSError as error:
             why = f"its descriptor cannot be mapped: {error}"
@@ -312,7 +311,7 @@ def _memory(sock: socket.socket, fds: list[int], size_bytes: int, address: int) 
 
 
 def _writing_fd(fds: list[int]) -> int | None:
-    """A descriptor of the segment, which the first one is, by which it can be written; a copy that the caller owns."""
+    """Return a descriptor for writing the segment of the first one; a copy that the caller owns."""
     inode = os.fstat(fds[0]).st_ino
     for fd in fds:
         if os.fstat(fd).st_ino == inode and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
@@ -321,7 +320,7 @@ def _writing_fd(fds: list[int]) -> int | None:
 
 
 def _published(fds: list[int]) -> mmap.mmap | None:
-    """What the owner publishes beside the segment: another file."""
+    """Return the mapping of the area that the owner publishes beside the segment: another file."""
     inode = os.fstat(fds[0]).st_ino
     for fd in fds:
         found = os.fstat(fd)

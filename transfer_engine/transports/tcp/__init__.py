@@ -1,1 +1,1 @@
-"""TCP: several streams to a peer, received straight into the destination, with TLS where wanted."""
+"""TCP: several streams to a peer, received straight into the destination, optionally with TLS."""

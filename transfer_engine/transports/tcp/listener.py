@@ -1,15 +1,15 @@
-"""The serving end of the tcp transport: a port, and one protocol object a connection, straight into the segment.
+"""Serving side of the tcp transport: a port, and one protocol object per connection, straight into the segment.
 
-Owns a connection's parsing and its flow control. What is allowed it asks its ``PeerAdmission``. A connection works on
-one slice at a time, in order; it stops reading while a READ is being sent, so what a peer can make us hold is one head,
-one piece of payload and the kernel's buffers.
+Owns a connection's parsing and its flow control. Its ``PeerAdmission`` decides what is allowed. A connection works on
+one slice at a time, in order; it stops reading while a READ is being sent, so a peer can make us hold no more than one
+head, one piece of payload and the kernel's buffers.
 
-What is sent goes to the socket by a system call of this file while the transport holds nothing back, and through the
-transport otherwise; for 64 KiB that is a third of the work of a slice.
+Data goes to the socket by a system call of this file while the transport holds nothing back, and through the transport
+otherwise; for 64 KiB that is a third of the work of a slice.
 
 Zero-copy: a WRITE's payload is received into the segment itself (``get_buffer`` hands out the range), a READ's is
 written from it in pieces. A piece counts as sent when the transport's write buffer is empty (the high-water mark is 0),
-and only after the last one the lease's transfer ends: so a range is not reused while uvloop still points into it.
+and the lease's transfer ends only after the last one: so a range is not reused while uvloop still points into it.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from tanghulu.transfer_engine.core.wire import (
 from tanghulu.types import Address
 
 _BACKLOG = 1024
-#: A refused WRITE's payload is thrown away through a buffer of this size.
+#: Size of the buffer through which a refused WRITE's payload is discarded.
 _DISCARD_BYTES = 256 << 10
 
 
 class _Phase(Enum):
-    """What a connection is doing."""
+    """State of a connection."""
 
     #: Receiving a head.
     HEAD = "head"
     #: Receiving a granted WRITE's payload into the segment.
     PAYLOAD = "payload"
-    #: Throwing away a refused WRITE's payload.
+    #: Discarding a refused WRITE's payload.
     DISCARD = "discard"
     #: Receiving a notice for the owner's program.
     NOTICE = "notice"
     #: Sending a READ's payload; nothing is received meanwhile.
     SEND = "send"
-    #: It was told that it speaks another version; what it says is thrown away until it hangs up.
+    #: Informed that it speaks another version; its input is discarded until it disconnects.
     STRANGER = "stranger"
 
 
-# Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
+# Members as module names: every slice reads them, and an Enum lookup takes ten times as long (Python 3.11).
 _HEAD, _PAYLOAD, _DISCARD, _NOTICE, _SEND, _STRANGER = _Phase
 _READ, _WRITE, _HELLO = Op.READ, Op.WRITE, Op.HELLO
 
@@ -91,7 +91,7 @@ class TcpListener:
         self._port = self._server.sockets[0].getsockname()[1]
 
     def endpoints(self) -> list[Endpoint]:
-        """One a device, or one for all."""
+        """Return one per device, or one for all."""
         listen = self._context.listen
         devices = listen.tcp_devices or (("", listen.announced_host),)
         return [
@@ -101,7 +101,7 @@ class TcpListener:
 
     @property
     def num_connections(self) -> int:
-        """Clients' connections that are open."""
+        """Open connections of clients."""
         return len(self._connections())
 
     async def close(self) -> None:
@@ -129,7 +129,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._encrypted = encrypted
         self.token = 0
         self._session_id = 0  # of its hello
-        self.sweep_mark: tuple[int, int] | None = None  # the server's note of what it saw at its last sweep
+        self.sweep_mark: tuple[int, int] | None = None  # what the server saw at its last sweep
         self._admission = admission
         self._phase = _HEAD
         self._head = memoryview(bytearray(HEAD_BYTES))
@@ -139,27 +139,27 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._notice = self._discard = memoryview(b"")
         self._discard_bytes = 0
         self._transport: asyncio.Transport | None = None
-        self._fd = -1  # the transport's socket, where that is one, while it is open
+        self._fd = -1  # the transport's socket, if it has one, while it is open
         self._admitted = self._paused = False
         self._writable = True
 
-    # --- asyncio's calls
+    # --- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set flow control, or turn the peer away when the server is full. (Both loops set TCP_NODELAY themselves.)"""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        # With 0 TLS would pause before anything waits.
+        """Set flow control, or refuse the peer when the server is full. (Both loops set TCP_NODELAY themselves.)"""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        # With 0, TLS would pause before anything waits.
         self._transport.set_write_buffer_limits(high=1 if self._encrypted else 0)
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            self._fd = -1 if self._encrypted else sock.fileno()  # what goes there by itself is not encrypted
+            self._fd = -1 if self._encrypted else sock.fileno()  # direct writes are not encrypted
             unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
         self._admitted = self._admission.opened(self)
         if not self._admitted:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
+        """End the open slice; for a READ only after this callback: uvloop closes the socket right after it."""
         self._fd = -1
         if self._phase is _SEND:
             self._admission.soon(self._finish)
@@ -171,7 +171,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._transport = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes belong: the head, the segment itself, the notice, or the bin."""
+        """Return the destination of the next bytes: the head, the segment itself, the notice, or the bin."""
         phase = self._phase
         if phase is _PAYLOAD:
             head = self._work
@@ -184,7 +184,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return self._discard[: min(self._discard_bytes, _DISCARD_BYTES)]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """``nbytes`` arrived where ``get_buffer`` said."""
+        """Process ``nbytes`` that arrived in ``get_buffer``'s memory."""
         phase = self._phase
         if phase is _PAYLOAD:
             self._received(nbytes)
@@ -202,26 +202,26 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._on_half_hello()
 
     def eof_received(self) -> bool:
-        """The peer hung up: close."""
+        """Close: the peer has disconnected."""
         return False
 
     def pause_writing(self) -> None:
-        """Something waits in the transport's buffer."""
+        """Record that something waits in the transport's buffer."""
         self._writable = False
 
     def resume_writing(self) -> None:
-        """The transport's buffer is empty: all that was written has left the segment."""
+        """Record that the transport's buffer is empty: everything written has left the segment."""
         self._writable = True
         if self._phase is _SEND:
             self._send_on()
 
-    # --- what the admission may do
+    # --- for the admission
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """(slice id, bytes moved) of the slice in work, None when there is none; a stall shows the same twice.
+        """(slice id, bytes moved) of the slice in work, None if there is none; a stall shows the same twice.
 
-        What is no slice, such as a head that has begun to come, has a negative number.
+        Anything else, such as an incomplete head, has a negative number.
         """
         if self._phase is _DISCARD:
             return (-1, self._discard_bytes)
@@ -269,7 +269,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._turn_away(other)
 
     def _turn_away(self, why: MalformedMessage) -> None:
-        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        """Disconnect; first answer a peer of another version, and give it a stall's time to receive that."""
         if self._transport is None or self.token or not isinstance(why, OtherVersion):
             self.cut()
             return
@@ -342,7 +342,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._phase = _HEAD
 
     def _start_sending(self, head: Head) -> None:
-        """The reply and the first piece, mostly all of it, by one call of the kernel."""
+        """Send the reply and the first piece, mostly all of it, by one system call."""
         admission, length = self._admission, head.length
         end = min(length, admission.piece_bytes)
         reply = pack_reply(head.slice_id, length, admission.digest(head) if head.verified else 0)
@@ -379,16 +379,16 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._admission.end(head, self._done_bytes)
 
     def _write(self, data: bytes | memoryview) -> None:
-        """Send now what the socket takes, the rest when it takes more. Nothing if the peer is gone."""
+        """Send now what the socket takes, the rest when it takes more. Does nothing if the peer is gone."""
         self._keep(self._send_now((data,)), (data,))
 
     def _send_now(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Send now, and say how many bytes the socket took; 0 while the transport keeps some that come before."""
+        """Send now, and return the bytes that the socket took; 0 while the transport still holds earlier ones."""
         if not self._writable or self._fd < 0:
             return 0
         try:
             return os.writev(self._fd, pieces)
-        except OSError:  # full, or broken, which the transport will find out
+        except OSError:  # full, or broken, which the transport will notice
             return 0
 
     def _keep(self, num_sent: int, pieces: Sequence[bytes | memoryview]) -> None:

@@ -1,7 +1,7 @@
 """One non-blocking TCP connection of the client: heads and payloads out, replies and payloads in, in order.
 
 Owns the socket and the order of what is expected on it. Raises ConnectionBroken when the connection cannot be used any
-more; who uses it then and what is tried instead is decided elsewhere.
+more; its next users and the alternatives are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _HELLO_ID = 0
 _DONTWAIT = socket.MSG_DONTWAIT
 _TIMEVAL = struct.Struct("ll")
 _READ = Opcode.READ
-#: The number of a slice that has the stream for itself.
+#: Number of a slice that has the stream for itself.
 FAST_SLICE_ID = 1
 _ACKNOWLEDGEMENT = pack_reply(FAST_SLICE_ID, 0)
 
 
 class _Interrupted(NamedTuple):
-    """Where an exchange stopped: bytes sent, bytes received (-1: none in time), and what broke the connection."""
+    """State of an interrupted exchange: bytes sent, bytes received (-1: none in time), and the connection's error."""
 
     pieces: Sequence[memoryview | bytes]
     sent: int
@@ -59,21 +59,21 @@ class _Interrupted(NamedTuple):
 
 
 class AnswerTaker:
-    """Waits for the answer to a plain slice that has its connection for itself, in as few system calls as can be.
+    """Waits for the answer to a plain slice that has its connection for itself, in the fewest system calls.
 
-    What becomes of an answer that is not as hoped is the stream's decision.
+    The stream handles any unexpected answer.
     """
 
     def __init__(self, sock: StreamSocket) -> None:
         self._sock = sock
 
     def acknowledgement(self, head: memoryview) -> tuple[bool, int]:
-        """(whether a WRITE was acknowledged, how many bytes came into ``head``)."""
+        """Return (whether a WRITE was acknowledged, bytes received into ``head``)."""
         got = self._sock.recv_into(head, 0, 0)
         return got == REPLY_BYTES and head == _ACKNOWLEDGEMENT, got
 
     def payload(self, head: memoryview, memory: memoryview) -> tuple[bool, int]:
-        """(whether all of a READ's payload is in ``memory``, how many bytes came, its reply's included)."""
+        """Return (whether all of a READ's payload is in ``memory``, bytes received, its reply's included)."""
         got = self._sock.recvmsg_into((head, memory), 0, 0)[0]
         num_bytes = len(memory)
         if got < REPLY_BYTES or head != pack_reply(FAST_SLICE_ID, num_bytes):
@@ -85,13 +85,13 @@ class AnswerTaker:
 
 
 class TcpStream:
-    """A connection on ``path``; says hello first. ``sock`` has begun to connect, and is closed by ``close``."""
+    """A connection on ``path``; sends hello first. ``sock`` has begun to connect, and is closed by ``close``."""
 
     def __init__(self, path: Path, sock: StreamSocket, descriptor: SegmentDescriptor, session: SessionKey) -> None:
         self.path = path
         self.token = secrets.randbits(63) | 1
         self.greeted = False
-        self.blocked = True  # until the connection stands, and whenever the socket takes no more
+        self.blocked = True  # until the connection is up, and whenever the socket takes no more
         self.num_fences = 0
         self._generation = descriptor.generation
         self._session_id = session.session_id
@@ -99,28 +99,28 @@ class TcpStream:
         self._expected: deque[Slice | Op] = deque()
         self._num_writes = 0  # and notices
         self._num_slices = 0
-        self._digest = 0  # of a verified READ, as the peer says
+        self._digest = 0  # of a verified READ, as sent by the peer
         self._head = memoryview(bytearray(REPLY_BYTES))
-        self._into = self._head  # where the next bytes belong
+        self._into = self._head  # destination of the next bytes
         self._got = 0
         self._text: bytearray | None = None  # a refusal's text, while it is received
         self._sock = sock
         self._sock.setblocking(True)
         self._answers = AnswerTaker(sock)
         self._interrupted: _Interrupted | None = None
-        self._timeout_s = 0.0  # of calls that wait; 0: never set
-        self.watched_blocked = True  # what the poller was last told
+        self._timeout_s = 0.0  # of calls that wait; 0 before the first setting
+        self.watched_blocked = True  # as last set in the poller
         self._queue_control(Op.HELLO, self.token, name_hash(descriptor.name), *secret_numbers(session.secret))
 
-    # --- what the link asks
+    # --- for the link
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Return the socket's descriptor."""
         return self._sock.fileno()
 
     @property
     def interest(self) -> int:
-        """The epoll events that matter now."""
+        """Epoll events of interest now."""
         return select.EPOLLIN | (select.EPOLLOUT if self.blocked else 0)
 
     @property
@@ -140,16 +140,16 @@ class TcpStream:
 
     @property
     def interrupted(self) -> bool:
-        """Whether an exchange waits to be resumed."""
+        """Whether an interrupted exchange waits to be resumed."""
         return self._interrupted is not None
 
     @property
     def writes_unanswered(self) -> bool:
-        """Whether the peer may still be writing what came over this connection."""
+        """Whether the peer may still be writing bytes from this connection."""
         return self._num_writes > 0 or self._interrupted is not None
 
     def queue_slice(self, piece: Slice) -> None:
-        """Put the slice's head, and the payload of a WRITE or a notice, behind what is queued."""
+        """Queue the slice's head, and the payload of a WRITE or a notice."""
         if piece.notice is not None:
             number, data = piece.notice
             self._queue_head(Op.NOTICE, piece.slice_id, 0, number, len(data))
@@ -166,13 +166,13 @@ class TcpStream:
         self._expect(piece)
 
     def queue_fences(self, num_seen: int, tokens: Sequence[int]) -> None:
-        """Have the connections of ``tokens`` cut before anything queued later is served; then ``num_seen`` are told."""
+        """Have the connections of ``tokens`` cut before later slices are served; then ``num_seen`` have been sent."""
         for token in tokens:
             self._queue_control(Op.FENCE, token, 0)
         self.num_fences = num_seen
 
     def send(self) -> None:
-        """Give the socket what it takes."""
+        """Send what the socket takes."""
         out = self._out
         try:
             self.blocked = False
@@ -188,12 +188,12 @@ class TcpStream:
             raise self._broken(error) from error
 
     def receive(self, ended: list[Completion]) -> None:
-        """Take what the socket has; append what ended by it."""
+        """Receive what the socket has; append what that ends."""
         try:
             while True:
                 into, got = self._into, self._got
                 if not self._took(self._sock.recv_into(into[got:] if got else into, 0, _DONTWAIT), ended):
-                    return  # the socket is empty, or will be asked again
+                    return  # the socket is empty, or will be read again
         except BlockingIOError:
             return
         except MalformedMessage as error:
@@ -209,11 +209,11 @@ class TcpStream:
         remote_offset: int,
         timeout_s: float,
     ) -> bool:
-        """Move one plain slice, if the stream is idle; whether all of it has arrived. False: call ``resume`` next.
+        """Move one plain slice, if the stream is idle; return whether all of it arrived. If not, call ``resume`` next.
 
-        A straight line while everything goes as hoped: one call of the kernel sends head and payload, one waits and
-        takes the reply with its payload, and for a long payload one more waits for all of it, ``timeout_s`` each. No
-        Slice is made, and the stream's own state does not change. At 64 KiB it takes 60 us less than the general way.
+        A straight line in the normal case: one system call sends head and payload, one waits and receives the reply
+        with its payload, and for a long payload one more waits for all of it, ``timeout_s`` each. No Slice is made, and
+        the stream's own state does not change. At 64 KiB it takes 60 us less than the general way.
         """
         if self._expected or self._out or self.blocked:
             return False
@@ -230,7 +230,7 @@ class TcpStream:
                     if arrived:
                         return True
             else:
-                self._num_writes += 1  # for a cut, should an interrupt of this thread end it here
+                self._num_writes += 1  # for a cut, if an interrupt of this thread ends it here
                 sent = self._sock.sendmsg((head, memory), (), _DONTWAIT)
                 if sent == HEAD_BYTES + num_bytes:
                     arrived, got = self._answers.acknowledgement(self._head)
@@ -246,7 +246,7 @@ class TcpStream:
         return False
 
     def resume(self, piece: Slice, ended: list[Completion]) -> None:
-        """Go on with the slice that ``exchange`` did not finish as if it had been queued."""
+        """Continue the slice that ``exchange`` did not finish as if it had been queued."""
         so_far, self._interrupted = self._interrupted, None
         assert so_far is not None, "the exchange before it returned False"
         self._expect(piece)
@@ -310,11 +310,11 @@ class TcpStream:
         self._timeout_s = timeout_s
 
     def _sort(self, piece: Slice, num_bytes: int, ended: list[Completion]) -> None:
-        """Sort bytes that came into the head and, of a READ, behind it into the payload's place."""
+        """Sort received bytes into the head and, for a READ, those behind it into the payload's place."""
         rest = max(0, num_bytes - REPLY_BYTES)
         self._took(num_bytes - rest, ended)
         if rest:
-            if self._text is not None:  # a refusal's text fell where the payload should have
+            if self._text is not None:  # a refusal's text was received in place of the payload
                 if rest > len(self._text):
                     raise MalformedMessage(f"{rest} bytes behind a refusal with {len(self._text)}")
                 self._into[:rest] = piece.memory()[:rest]
@@ -326,7 +326,7 @@ class TcpStream:
         self._expected.append(piece)
 
     def _took(self, num_bytes: int, ended: list[Completion]) -> bool:
-        """Count more bytes that are where they belong; whether to ask the socket again."""
+        """Count more bytes in place; return whether to read the socket again."""
         if num_bytes == 0:
             raise ConnectionBroken(NodeUnavailable(f"{self.path.label}: the peer closed the connection"))
         self._got += num_bytes
@@ -339,7 +339,7 @@ class TcpStream:
         return bool(self._expected)
 
     def _filled(self, ended: list[Completion]) -> None:
-        """The memory that was being received into is full: a reply, a payload or a refusal's text."""
+        """Process the full receiving memory: a reply, a payload or a refusal's text."""
         if self._into is self._head:
             self._on_reply(ended)
         elif self._text is None:
@@ -376,7 +376,7 @@ class TcpStream:
             self.greeted = True
 
     def _compared(self, piece: Slice, landed: memoryview) -> Completion:
-        """Return whether a verified READ's bytes are those that were sent; a WRITE's were compared by the owner."""
+        """Return whether a verified READ's bytes are those sent; the owner compared a WRITE's."""
         if piece.opcode is Opcode.WRITE:
             return Arrived(piece.slice_id)
         found = digest_of(landed)

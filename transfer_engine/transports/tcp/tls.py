@@ -1,8 +1,8 @@
-"""TLS for the tcp transport: sockets that encrypt, with the calls and exceptions of the plain ones they stand for.
+"""TLS for the tcp transport: sockets that encrypt, with the calls and exceptions of the plain ones they replace.
 
-A record that the kernel does not take whole is kept by OpenSSL, which wants to be given the same bytes again: streams
-do, since they keep what was not sent. ``recv_into`` goes on until there is no further record, so nothing that was
-decrypted waits where a poller cannot see it.
+A record that the kernel does not take whole is kept by OpenSSL, which must then be given the same bytes again: streams
+do so, since they keep unsent bytes. ``recv_into`` continues until there is no further record, so no decrypted bytes
+wait where a poller cannot see them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.types import Address
 
 _TIMEVAL = struct.Struct("ll")
-#: How long a call that must not wait waits for the peer's part of the handshake, which it would be asked for at once
-#: again: the socket can be written to all the time.
+#: Wait of a non-waiting call for the peer's part of the handshake; it would be called again at once otherwise, since
+#: the socket is always writable.
 _HANDSHAKE_PAUSE_MS = 1
 
 
 class TlsNetwork:
-    """The machine's connections, encrypted; ``tls`` says by what the peer is verified and what to show it."""
+    """The machine's connections, encrypted; ``tls`` holds what verifies the peer and what to show it."""
 
     def __init__(self, tls: TlsFiles) -> None:
         self._tls = tls
         self._kernel = KernelNetwork()
 
     def connect(self, path: Path, address: Address) -> StreamSocket:
-        """As KernelNetwork; raises ConfigError for bad files."""
+        """Connect as KernelNetwork does; raises ConfigError for bad files."""
         context = client_context(self._tls)
         return TlsStreamSocket(self._kernel.connect(path, address), context, address.host)
 
     def poller(self) -> Poller:
-        """An epoll descriptor."""
+        """Return an epoll descriptor."""
         return self._kernel.poller()
 
 
 class TlsStreamSocket:
-    """``sock`` has begun to connect. The handshake is made by whichever calls come while it lasts."""
+    """``sock`` has begun to connect. Calls made meanwhile advance the handshake."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str) -> None:
         self._plain: socket.socket | None = sock
@@ -62,10 +62,10 @@ class TlsStreamSocket:
     # --- StreamSocket
 
     def setblocking(self, flag: bool, /) -> None:
-        """The descriptor never blocks; calls that wait use poll."""
+        """Do nothing: the descriptor never blocks; calls that wait use poll."""
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """Bound how long calls of the socket wait."""
+        """Bound the wait of the socket's calls."""
         assert (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO), "nothing else is asked of a stream's socket"
         seconds, microseconds = _TIMEVAL.unpack(value)
         self._timeout_s = seconds + microseconds / 1e6
@@ -91,7 +91,7 @@ class TlsStreamSocket:
         return self.sendmsg((data,), (), flags)
 
     def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
-        """Take what is there; without MSG_DONTWAIT wait for it, with MSG_WAITALL for all of it."""
+        """Receive available bytes; without MSG_DONTWAIT wait for them, with MSG_WAITALL for all of them."""
         view = buffer[:num_bytes] if num_bytes else buffer
         if flags & socket.MSG_DONTWAIT:
             return self._take(view)
@@ -115,7 +115,7 @@ class TlsStreamSocket:
     def recvmsg_into(
         self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
     ) -> tuple[int, list[Any], int, Any]:
-        """Take bytes; fill the first buffer, then the next, as far as there is something."""
+        """Receive bytes; fill the first buffer, then the next, as far as they go."""
         total = 0
         for number, each in enumerate(buffers):
             try:
@@ -130,11 +130,11 @@ class TlsStreamSocket:
         return total, [], 0, None
 
     def fileno(self) -> int:
-        """The descriptor of the connection; it does not change."""
+        """Return the descriptor of the connection; it does not change."""
         return self._fd
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         for each in (self._plain, self._tls):
             if each is not None:
                 each.close()
@@ -158,7 +158,7 @@ class TlsStreamSocket:
         return taken
 
     def _ready(self) -> ssl.SSLSocket:
-        """The connection behind its handshake; BlockingIOError until that is over."""
+        """Return the connection after its handshake; raises BlockingIOError until that has ended."""
         tls = self._tls or self._begin()
         if not self._greeted:
             try:

@@ -1,15 +1,15 @@
 """The tcp transport: several non-blocking streams to one peer, received straight into the destination.
 
-Owns sockets and their bytes, decides nothing. Heads of many slices go ahead on a stream, the peer answers them in
+Owns sockets and their bytes, decides nothing. A stream pipelines heads of many slices, and the peer answers them in
 order.
 
 No late duplicate of a failed WRITE: a stream that failed is closed and a retry goes over another connection. Its bytes
 may still sit in the peer's socket, so every stream to that peer sends a FENCE with the closed connection's token before
-its next slice (see ``fences``): the peer cuts that connection, or refuses it if it sees it only later, before it reads
-what stands behind the fence. The same holds for what a batch that ended by deadline or cancel left behind, as far as
-this process's later slices go; for everybody else its lease is the guard: the owner admits no slice after the lease's
-end, and does not free the range while an admitted one is open.
-A READ lands nothing after ``cut``: the socket is closed in this process.
+its next slice (see ``fences``): the peer cuts that connection, or refuses it if it arrives later, before it reads
+anything behind the fence. The same holds for bytes left by a batch that ended by deadline or cancellation, as far as
+this process's later slices go; everybody else is guarded by the lease: the owner admits no slice after the lease's end,
+and does not free the range while an admitted one is open. A READ lands nothing after ``cut``: the socket is closed in
+this process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slice
 
 
 def connect(context: ConnectContext, network: Network | None = None) -> TcpPeer:
-    """A remote segment behind one or more ``host:port``; nothing is sent yet. ``network`` stands for the machine's."""
+    """Return a remote segment behind some ``host:port``; nothing is sent yet. ``network`` replaces the machine's."""
     if network is None:
         network = TlsNetwork(context.config.tls) if context.config.tls else KernelNetwork()
     return TcpPeer(context, network)
 
 
 def serve(context: ServeContext) -> TcpListener:
-    """A port at which peers read and write, with TLS if the options say so."""
+    """Return a port at which peers read and write, with TLS if the options require it."""
     return TcpListener(context)
 
 
@@ -81,7 +81,7 @@ class TcpPeer:
         self._network = network
 
     def paths(self, rank: int) -> list[Path]:
-        """Every (local device, endpoint, stream); with a topology, of devices that reach the endpoint."""
+        """Return every (local device, endpoint, stream); with a topology, of devices that reach the endpoint."""
         config, endpoints = self._context.config, self._context.endpoints(NAME)
         if config.topology is not None:
             return _paths_over(config.topology, endpoints, config, rank)
@@ -93,16 +93,16 @@ class TcpPeer:
         ]
 
     def connect(self) -> TcpLink:
-        """A new link; its streams connect when the first slice is posted on them."""
+        """Return a new link; its streams connect when the first slice is posted on them."""
         context = self._context
         return TcpLink(context.descriptor, context.session, context.fences, self._network)
 
     def close(self) -> None:
-        """Links share no connection."""
+        """Do nothing: links share no connection."""
 
 
 def _paths_over(topology: Topology, endpoints: Sequence[Endpoint], config: EngineConfig, rank: int) -> list[Path]:
-    """Every (device, endpoint that it reaches, stream), the preferred devices in front; the kernel's choice if none."""
+    """Return every (device, reachable endpoint, stream), the preferred devices first; the kernel's choice if none."""
     pairs = pair(topology.usable, [Address.parse(each.address).host for each in endpoints])
     if not pairs:
         pairs = [("", index) for index in range(len(endpoints))]
@@ -143,14 +143,14 @@ class TcpLink(WiredLink[TcpStream]):
         remote_offset: int,
         timeout_s: float,
     ) -> bool:
-        """Move one plain slice, fast where the path's stream is idle; whether it has arrived. False: ``resume``."""
+        """Move one plain slice, fast if the path's stream is idle; return whether it arrived. If not, ``resume``."""
         stream = self._connections.get(path)
         if stream is None or stream.num_fences < self._fences.num_added:
             return False
         return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s)
 
     def resume(self, path: Path, piece: Slice) -> None:
-        """Go on with the slice that ``exchange`` did not finish, or begin with it; ``poll`` tells what became of it."""
+        """Continue the slice that ``exchange`` did not finish, or begin it; ``poll`` returns its outcome."""
         stream = self._connections.get(path)
         if stream is None or not stream.interrupted:
             self.post(piece, path)
@@ -192,7 +192,7 @@ class TcpLink(WiredLink[TcpStream]):
     # --- inside
 
     def _fence(self, stream: TcpStream) -> None:
-        """Have the peer cut the connections that were given up before it reads what is queued next."""
+        """Have the peer cut the abandoned connections before it reads what is queued next."""
         if stream.num_fences < self._fences.num_added:
             stream.queue_fences(*self._fences.since(stream.num_fences))
 

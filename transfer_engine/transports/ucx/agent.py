@@ -1,12 +1,12 @@
-"""The one file that touches NIXL: an agent with UCX behind it, and what two processes tell each other about theirs.
+"""The one file that touches NIXL: an agent with UCX behind it, and the messages by which two processes describe theirs.
 
-Owns nothing but the translation: into NIXL's bindings (package ``nixl-cu12`` or ``nixl-cu13``, the extra ``ucx``), and
-its exceptions into typed errors. It is looked for when somebody first asks for ucx. The bindings and not NIXL's Python
-wrapper, because the wrapper has its progress thread spin (a whole core per agent) and logs by itself.
+Owns only the translation: into NIXL's bindings (package ``nixl-cu12`` or ``nixl-cu13``, the extra ``ucx``), and its
+exceptions into typed errors. They are loaded on the first use of ucx. It uses the bindings and not NIXL's Python
+wrapper, because the wrapper's progress thread spins (a whole core per agent) and it logs by itself.
 
-UCX's shared-memory lanes (cma, xpmem, posix and their like) are switched off: what a peer writes through them its
-kernel does by itself, whatever became of our agent, so nothing here could stop it. On one host ``shm`` serves. Through
-all other lanes an agent that is closed neither sends nor lets anything land: its sockets and queue pairs are gone.
+UCX's shared-memory lanes (cma, xpmem, posix and their like) are switched off: a peer's kernel performs writes through
+them by itself, whatever became of our agent, so nothing here could stop them. On one host ``shm`` serves. Through all
+other lanes a closed agent neither sends nor lets anything land: its sockets and queue pairs are gone.
 
 The CONNECT of a ucx connection (see ``onesided.wire``) has no payload; its answer's is
 
@@ -36,26 +36,26 @@ _SEGMENT = struct.Struct("<Q")
 _MODULES = ("nixl_cu13._bindings", "nixl_cu12._bindings")
 #: UCX's own settings, as NIXL's backend takes them.
 _LANES = "TLS=^sm"
-#: How long the progress thread sleeps at most where nothing happens; events wake it.
+#: Longest sleep of an idle progress thread; events wake it.
 _PROGRESS_SLEEP_US = 1000
 _lock = threading.Lock()
 _bindings: list[ModuleType] = []
 
 
 def pack_granted(address: int, metadata: bytes) -> bytes:
-    """The segment's address, and what a peer needs in order to reach the agent."""
+    """Pack the segment's address, and the data by which a peer reaches the agent."""
     return _SEGMENT.pack(address) + metadata
 
 
 def parse_granted(payload: bytes) -> tuple[int, bytes]:
-    """The inverse of ``pack_granted``; raises MalformedMessage."""
+    """Invert ``pack_granted``; raises MalformedMessage."""
     if len(payload) < _SEGMENT.size:
         raise MalformedMessage(f"a ucx CONNECT was granted with {len(payload)} bytes")
     return _SEGMENT.unpack_from(payload)[0], payload[_SEGMENT.size :]
 
 
 def probe() -> str:
-    """Why ucx cannot be used in this process; empty if it can."""
+    """Return why ucx cannot be used in this process; empty if it can."""
     try:
         _nixl()
     except NodeUnavailable as error:
@@ -64,13 +64,13 @@ def probe() -> str:
 
 
 def _nixl() -> ModuleType:
-    """The bindings; raises NodeUnavailable, saying what is missing."""
+    """Return the bindings; raises NodeUnavailable that names what is missing."""
     with _lock:
         if _bindings:
             return _bindings[0]
         with contextlib.suppress(OSError):
-            # NIXL's wheel brings libnl along. Where the system has one too (below its libibverbs, which UCX looks for),
-            # the two get mixed up and the process ends by SIGSEGV after its last line, unless the system's came first.
+            # NIXL's wheel ships libnl. Where the system has one too (below its libibverbs, which UCX looks for), the
+            # two conflict and the process ends by SIGSEGV after its last line, unless the system's was loaded first.
             ctypes.CDLL("libibverbs.so.1")
         reasons = []
         for name in _MODULES:
@@ -83,14 +83,14 @@ def _nixl() -> ModuleType:
 
 
 class AgentRegistration:
-    """Memory that one agent may use; ends by ``close``, or with this object."""
+    """Memory usable by one agent; ends by ``close``, or with this object."""
 
     def __init__(self, agent: Agent, described: Any) -> None:
         self.agent: Agent | None = agent
         self._described = described
 
     def close(self) -> None:
-        """The agent will not touch the memory any more; nothing is under way in it."""
+        """Deregister it: the agent will not touch the memory any more; nothing is under way in it."""
         agent, self.agent = self.agent, None
         if agent is not None:
             agent.deregister(self._described)
@@ -126,7 +126,7 @@ class Agent:
         return self._agent is None
 
     def register(self, address: int, num_bytes: int) -> AgentRegistration:
-        """Let the agent, and who knows its metadata, use the memory. Raises TransferFailed."""
+        """Let the agent, and holders of its metadata, use the memory. Raises TransferFailed."""
         described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, num_bytes, 0, "")])
         try:
             self._agent.registerMem(described, [])
@@ -135,17 +135,17 @@ class Agent:
         return AgentRegistration(self, described)
 
     def deregister(self, described: Any) -> None:
-        """Called by AgentRegistration; the memory of a closed agent is let go already."""
+        """Deregister for AgentRegistration; a closed agent has released its memory already."""
         if self._agent is not None:
             self._agent.deregisterMem(described, [])
 
     def offer(self, address: int, num_bytes: int) -> bytes:
-        """Register the memory until the agent is closed; what a peer needs for ``connect``. Raises TransferFailed."""
+        """Register the memory until the agent is closed; return data for peers' ``connect``. Raises TransferFailed."""
         self._offered = self.register(address, num_bytes)
         return bytes(self._agent.getLocalMD())
 
     def connect(self, metadata: bytes) -> str:
-        """The peer's name for ``post``. Raises TransferFailed if these are not an agent's metadata."""
+        """Return the peer's name for ``post``. Raises TransferFailed if these are not an agent's metadata."""
         try:
             name = self._agent.loadRemoteMD(metadata)
         except self._errors as error:
@@ -185,8 +185,8 @@ class Agent:
                 raise self._failure(error) from None
 
     def close(self) -> None:
-        """Hang up on all peers: nothing is sent any more, and nothing lands, here or there, through this agent."""
-        self._agent = None  # the bindings' destructor does it, and this was the only reference
+        """Disconnect all peers: nothing is sent any more, and nothing lands, here or there, through this agent."""
+        self._agent = None  # the bindings' destructor closes it, and this was the only reference
         self._offered = None
 
     def _failure(self, error: Exception) -> NodeUnavailable | TransferFailed:
@@ -204,13 +204,13 @@ class AgentTransfer:
         self._done = done
 
     def done(self) -> bool:
-        """Return whether all bytes are where they belong; moves them along.
+        """Return whether all bytes are in place; advances the transfer.
 
-        Raises NodeUnavailable if the peer is gone, TransferFailed for everything else that UCX says.
+        Raises NodeUnavailable if the peer is gone, TransferFailed for every other error of UCX.
         """
         self._done = self._done or self._agent.finished(self._number)
         return self._done
 
     def release(self) -> None:
-        """Forget it. One that is under way ends for certain only when its agent is closed."""
+        """Forget it. A transfer under way is certain to have ended only when its agent is closed."""
         self._agent.release(self._number)

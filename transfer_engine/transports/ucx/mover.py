@@ -1,4 +1,4 @@
-"""The client's end of ucx: an agent, the transfers that it was given, and what is staged.
+"""Client's end of ucx: an agent, its transfers, and the staged slices.
 
 Owns all three. Making and closing an agent takes some milliseconds; nothing else here waits.
 """
@@ -28,7 +28,7 @@ class UcxMover:
     asked = b""
 
     def __init__(self, token: int) -> None:
-        """Raises NodeUnavailable if there is no NIXL, TransferFailed."""
+        """Make the agent; raises NodeUnavailable if there is no NIXL, TransferFailed."""
         self.ready = False
         self._token = token
         self._posted: list[_Posted] = []
@@ -47,10 +47,10 @@ class UcxMover:
         self.ready = True
 
     def advance(self) -> None:
-        """Connecting is done at once."""
+        """Do nothing: connecting is immediate."""
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Return whether there is staging memory, if it needs that."""
+        """Return whether there is staging memory, if required."""
         return self._slots.has_room_for(piece)
 
     def post(self, piece: Slice) -> None:
@@ -66,11 +66,11 @@ class UcxMover:
         self._posted.append(_Posted(piece, slot, transfer))
 
     def flush(self) -> None:
-        """UCX has begun already."""
+        """Do nothing: UCX has begun already."""
 
     @property
     def num_posted(self) -> int:
-        """Slices that were posted and have not ended."""
+        """Number of slices posted and not ended."""
         return len(self._posted)
 
     @property
@@ -79,7 +79,7 @@ class UcxMover:
         return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
 
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
-        """Move bytes along by asking for each transfer."""
+        """Advance the transfers by polling each."""
         still: list[_Posted] = []
         for each in self._posted:
             if not each.transfer.done():
@@ -92,7 +92,7 @@ class UcxMover:
         self._posted = still
 
     def fileno(self) -> int:
-        """No descriptor: UCX tells that bytes have moved only when it is asked."""
+        """Return -1 for no descriptor: UCX reports progress only when polled."""
         return -1
 
     def arm(self) -> None:
@@ -110,7 +110,7 @@ class UcxMover:
     # --- inside
 
     def _register(self, buffer: Buffer) -> None:
-        """Once for each buffer and agent; what closed agents had is forgotten with the next."""
+        """Register once for each buffer and agent; closed agents' registrations are forgotten with the next."""
         if self._token in buffer.regions:
             return
         for key, region in list(buffer.regions.items()):

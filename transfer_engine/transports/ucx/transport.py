@@ -1,16 +1,15 @@
 """The ucx transport: one-sided READ and WRITE by UCX, through NIXL; an optional extra (``tanghulu[ucx]``).
 
-A link has an agent of its own, and the owner makes one for it: so a batch that gives up closes its own two agents and
-nobody else's.
+A link has an agent of its own, and the owner makes one for it: so a batch that gives up closes only its own two agents.
 
-No late duplicate of a failed WRITE. UCX cannot take back what it was told to send, so a path that failed, stalled or
-was given up has its agent closed here (no READ lands, nothing is sent any more), and the owner is asked to close its
-agent, through which alone what is still on the wire could land, before anything else happens. Where it does not answer
-in time the pair's token becomes a fence: every connection to that owner, over ucx, rdma or tcp, tells it first and
-posts no slice before the owner has answered that the old end is closed. A retry therefore always lands behind its
-predecessor's end, and so does every later batch. For everybody else the lease is the guard: the owner closes a
-session's agents before it reuses a range whose lease has run out (see ``access``). UCX's shared-memory lanes, which
-would need no agent at the owner, are switched off (see ``agent``).
+No late duplicate of a failed WRITE. UCX cannot cancel a submitted operation, so a path that failed, stalled or was
+given up has its agent closed here (no READ lands, nothing is sent any more), and the owner is requested to close its
+agent, through which alone bytes still on the wire could land, before anything else happens. If it does not answer in
+time, the pair's token becomes a fence: every connection to that owner, over ucx, rdma or tcp, sends it first and posts
+no slice before the owner has confirmed that the old end is closed. A retry therefore always lands after its
+predecessor's end, and so does every later batch. Everybody else is guarded by the lease: the owner closes a session's
+agents before it reuses a range whose lease has run out (see ``access``). UCX's shared-memory lanes, which would need no
+agent at the owner, are switched off (see ``agent``).
 
 Within the segment a session is trusted, as under shm and rdma: UCX checks the segment's bounds, not leases.
 """
@@ -34,13 +33,13 @@ from tanghulu.transfer_engine.transports.ucx import agent
 from tanghulu.transfer_engine.transports.ucx.mover import UcxMover
 
 NAME = agent.UCX.protocol
-#: Agents at once; each has a thread, some 15 descriptors and 5 MB.
+#: Most agents at once; each has a thread, some 15 descriptors and 5 MB.
 MAX_AGENTS = 64
 LIMITS = TransportLimits(slice_bytes=4 * MIB, window_bytes=16 * MIB, window_slices=64)
 
 
 def connect(context: ConnectContext) -> OneSidedPeer:
-    """A remote segment behind the owner's agents; raises NodeUnavailable without NIXL."""
+    """Return a remote segment behind the owner's agents; raises NodeUnavailable without NIXL."""
     reason = agent.probe()
     if reason:
         raise NodeUnavailable(reason)
@@ -48,7 +47,7 @@ def connect(context: ConnectContext) -> OneSidedPeer:
 
 
 def serve(context: ServeContext) -> OneSidedListener:
-    """An agent with the segment for each client."""
+    """Return the listener: an agent with the segment for each client."""
     return OneSidedListener(UcxEnds(context.segment), context)
 
 
@@ -64,7 +63,7 @@ class UcxMovers:
     dialect = agent.UCX
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> UcxMover:
-        """An agent; raises NodeUnavailable if there is no NIXL, TransferFailed."""
+        """Return an agent; raises NodeUnavailable if there is no NIXL, TransferFailed."""
         return UcxMover(token)
 
     def close(self) -> None:
@@ -72,7 +71,7 @@ class UcxMovers:
 
 
 class UcxEnds:
-    """Makes the owner's ends, an agent with the segment registered for each client; UCX finds the devices by itself.
+    """Makes the owner's ends: one agent per client with the segment registered. UCX finds the devices by itself.
 
     UCX moves the bytes in the agents' threads; ``onesided.listener`` decides who gets an agent, and when it must go.
     Closing one takes some milliseconds on the event loop; making one takes longer and is done in a thread.
@@ -87,14 +86,14 @@ class UcxEnds:
         self._memory: Buffer | None = None
 
     async def start(self) -> None:
-        """Raises NodeUnavailable without NIXL."""
+        """Check for NIXL; raises NodeUnavailable without it."""
         reason = await asyncio.to_thread(agent.probe)
         if reason:
             raise NodeUnavailable(reason)
         self._memory = Buffer(self._segment.view)
 
     def admit(self, asked: bytes) -> None:
-        """Anybody can have an agent; raises MalformedMessage."""
+        """Admit everybody; raises MalformedMessage."""
         if asked:
             raise MalformedMessage(f"a ucx CONNECT with {len(asked)} bytes")
 
@@ -103,7 +102,7 @@ class UcxEnds:
         take(await asyncio.to_thread(self._make, token))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory = None
 
     def _make(self, token: int) -> Grant:

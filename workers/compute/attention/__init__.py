@@ -1,1 +1,1 @@
-"""Attention over the paged cache, a backend a file."""
+"""Attention over the paged cache, one backend per file."""

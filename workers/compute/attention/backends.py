@@ -1,7 +1,7 @@
-"""Which attention backend a worker uses: each says whether it can serve a device, a type and a head, or why not.
+"""Choice of a worker's attention backend: each states whether it supports a device, a type and a head, or why not.
 
-To add one: write a class with `AttentionBackend`'s method, and enter it in ``_BACKENDS`` before those it is better
-than.
+To add one: write a class with `AttentionBackend`'s method, and enter it in ``_BACKENDS`` before those that it
+outperforms.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _log = structlog.get_logger(__name__)
 
 
 class AttentionNeeds(NamedTuple):
-    """What a backend must serve: device, type that is computed in, width of a head, length of a block, windows.
+    """Requirements for a backend: device, computing type, width of a head, length of a block, windows.
 
-    ``kept_as`` is the type of the cache, None for the one that is computed in.
+    ``kept_as`` is the type of the cache, None for the computing type.
     """
 
     device: torch.device
@@ -56,17 +56,17 @@ _BACKENDS = {
     "varlen": _Kind(_why_not_varlen, _make_varlen),
     "sdpa": _Kind(lambda needs: None, lambda needs: SdpaAttention()),
 }
-#: What ``--attention`` takes.
+#: Values of ``--attention``.
 ATTENTION_NAMES = ("auto", *_BACKENDS)
 
 
 def can(name: str, needs: AttentionNeeds) -> str | None:
-    """Say why the backend ``name`` cannot serve ``needs``; None if it can."""
+    """Return why the backend ``name`` cannot serve ``needs``; None if it can."""
     return _BACKENDS[name].why_not(needs)
 
 
 def pick_attention(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    """Make the backend ``name``, or with ``auto`` the best that serves ``needs``; raises ConfigError and says why."""
+    """Make the backend ``name``, or with ``auto`` the best for ``needs``; raises ConfigError with the reason."""
     if name not in ATTENTION_NAMES:
         raise ConfigError(f"--attention {name!r} is unknown; choose {', '.join(ATTENTION_NAMES)}")
     reasons: dict[str, str] = {}

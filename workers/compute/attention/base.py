@@ -1,8 +1,8 @@
-"""Attention over the paged cache: one interface, and the backend by torch's SDPA, which every device has.
+"""Attention over the paged cache: one interface, and the backend by torch's SDPA, available on every device.
 
-A backend's `plan` does once a step what does not depend on the layer (which blocks to gather, which masks);
-the plan's `attend` is then called for every layer. SDPA reads no block tables, so this backend gathers a sequence's
-blocks into one contiguous K and V.
+A backend's `plan` does the layer-independent work once a step (which blocks to gather, which masks); the plan's
+`attend` is then called for every layer. SDPA reads no block tables, so this backend gathers a sequence's blocks into
+one contiguous K and V.
 
 Two kinds of work share a step. A *prefill run* has its queries attend to the sequence's earlier tokens and,
 causally, to each other: query i of a run that starts at token s sees tokens 0..s+i. *Decodes* have one query
@@ -12,9 +12,9 @@ sequence is padded to more than twice its blocks.
 Grouped-query attention folds the G query heads that share a KV head into the query dimension: [G x tokens]
 queries against one K, instead of repeating K G times.
 
-A prefill run is cut into pieces of `_PIECE_TOKENS` queries, each with the keys up to its own last one: the kernel
-computes what a mask hides, and its own causal mode works on rows too few to be fast. Example: 512 queries after 512
-tokens are four pieces with 640, 768, 896 and 1,024 keys, 19 % fewer products than 1,024 for all; 512 after none 38 %.
+A prefill run is cut into pieces of `_PIECE_TOKENS` queries, each with the keys up to its own last one: the kernel also
+computes masked products, and its own causal mode handles too few rows to be fast. Example: 512 queries after 512 tokens
+are four pieces with 640, 768, 896 and 1,024 keys, 19 % fewer products than 1,024 for all; 512 after none 38 %.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _PIECE_TOKENS = 128
 
 
 class AttentionBackend(Protocol):
-    """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
+    """An attention implementation: a device and a family of kernels. Makes a plan for each forward batch."""
 
     def plan(
         self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
     ) -> PagedPlan:
         """Prepare ``batch``, whose queries will be of ``dtype``; the plan is valid for this one step.
 
-        With a ``window`` a query sees that many positions only, the last ones, its own included.
+        With a ``window`` a query sees only that many positions, the last ones, including its own.
         """
 
 
 class SdpaAttention:
-    """The backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
+    """Backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
     def plan(
         self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
@@ -67,10 +67,10 @@ class SdpaAttention:
 
 
 def _seen(span: SequenceSpan, window: int | None, block_tokens: int) -> SequenceSpan:
-    """``span`` without the leading blocks that none of its queries sees.
+    """Return ``span`` without the leading blocks seen by none of its queries.
 
     Example: 3 queries behind 40 tokens, a window of 16, blocks of 8. The first query, at position 40, sees positions 25
-    and after: three blocks are left out, and it stands at position 16 of what remains.
+    and after: three blocks are left out, and it is at position 16 of the rest.
     """
     if window is None:
         return span
@@ -83,7 +83,7 @@ class AttentionWork(Protocol):
 
     @property
     def rows(self) -> torch.Tensor | slice:
-        """Which rows: an index, or a slice where they stand side by side."""
+        """Index of the rows, or a slice if they are adjacent."""
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attend the rows' ``query`` [rows, heads, head_dim]; returns a tensor of that shape."""
@@ -96,13 +96,13 @@ class PagedPlan:
         self._cache, self._work, self._turn = cache, work, batch.turn
         places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
         rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)
-        # Of each layer, the places of the first token's K and V, the second's K and V, and so on.
+        # For each layer, the places of the first token's K and V, the second's K and V, and so on.
         self._rows = (places.view(-1, 1, 2) + rows[:, None]).flatten(1).unbind()
 
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         """Write the step's K and V to the cache, then attend.
 
-        ``query`` [N, heads, head_dim] and ``key_value`` [N, 2 x kv_heads, head_dim], of each token the heads of K and
+        ``query`` [N, heads, head_dim] and ``key_value`` [N, 2 x kv_heads, head_dim], for each token the heads of K and
         then those of V; queries and keys are rotated. Returns [N, heads x head_dim].
         """
         cached = self._cache.rows
@@ -120,8 +120,8 @@ class PagedPlan:
 class Gather:
     """Copies K and V of ``count`` sequences into contiguous tensors. ``block_ids`` has equally many blocks of each.
 
-    The cache is seen as a row of *planes*, the K or the V of a layer of a block; where a layer's planes lie is worked
-    out once a step for all layers, so that a layer costs one copy.
+    The cache is seen as a row of *planes*, the K or the V of a layer of a block; the places of a layer's planes are
+    computed once a step for all layers, so that a layer costs one copy.
     """
 
     def __init__(self, cache: KvTensors, block_ids: npt.NDArray[np.int64], count: int) -> None:
@@ -136,9 +136,9 @@ class Gather:
     def of(
         self, layer: int, dtype: torch.dtype, num_tokens: int, hidden: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``num_tokens`` of K and V as ``dtype``, each [count, kv_heads, num_tokens, head_dim].
+        """Return the first ``num_tokens`` of K and V as ``dtype``, each [count, kv_heads, num_tokens, head_dim].
 
-        Zero are the ``hidden`` ones of all tokens, those of K of all sequences and then those of V.
+        The ``hidden`` ones of all tokens are zeroed, those of K of all sequences and then those of V.
         """
         gathered = from_rows(self._planes.index_select(0, self._ids[layer]), dtype)
         if hidden is not None:
@@ -159,7 +159,7 @@ class _Piece:
 
     @classmethod
     def of(cls, bounds: tuple[int, int], before: int, groups: int, window: int | None, like: torch.Tensor) -> _Piece:
-        """Of a run with ``before`` tokens in front of it; ``mask`` [groups x queries, tokens] as ``like``."""
+        """Return that of a run with ``before`` earlier tokens; ``mask`` [groups x queries, tokens] as ``like``."""
         start, end = bounds
         context = before + end
         first = 0 if window is None else max(0, before + start - window + 1)
@@ -174,7 +174,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRun:
-    """One sequence's run of several tokens, attended to in pieces: little of what causality hides is computed."""
+    """One sequence's run of several tokens, attended to in pieces, so that few causally hidden products are made."""
 
     span: SequenceSpan
     gather: Gather
@@ -212,10 +212,10 @@ class _PrefillRun:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None where all is seen.
+    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None if all is seen.
 
-    ``num_tokens`` is the longest context: what its last block has room for beside is gathered, and not computed with.
-    ``hidden`` are the places, among all gathered tokens, of what lies behind a shorter context, of K and then of V.
+    ``num_tokens`` is the longest context: the rest of its last block is gathered, but not computed with. ``hidden`` are
+    the places, among all gathered tokens, of those behind a shorter context, of K and then of V.
     """
 
     rows: torch.Tensor | slice
@@ -231,7 +231,7 @@ class _DecodeGroup:
         device = cache.rows.device
         count, rows, contexts = len(spans), rows_of(spans, device), [span.context for span in spans]
         width, longest = max(len(span.block_ids) for span in spans), max(contexts)
-        # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
+        # Padding repeats the sequence's own first block: any readable block does, as the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         gather = Gather(cache, np.asarray(table).ravel(), count)
         if min(contexts) == longest and (window is None or longest <= window):
@@ -251,7 +251,7 @@ class _DecodeGroup:
 
 
 def rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tensor | slice:
-    """The first rows of ``spans`` as an index: a slice where they stand side by side."""
+    """Return the first rows of ``spans`` as an index: a slice if they are adjacent."""
     firsts = [span.first_row for span in spans]
     if firsts == list(range(firsts[0], firsts[0] + len(firsts))):
         return slice(firsts[0], firsts[0] + len(firsts))

@@ -1,14 +1,14 @@
-"""Attention whose result for a token hangs on the tokens before it alone, bit by bit: not on chunks, batch or cache.
+"""Attention whose result for a token depends bit by bit only on earlier tokens: not on chunks, batch or cache.
 
-Kernels sum in an order that follows from the shapes of their inputs. So every kernel call that a token's query takes
-part in has a shape that follows from the token's position. A sequence's positions are cut into *tiles* of
-`QUERY_TILE`, and a query stands in its tile at its own place, whatever the step computes of that tile: the other places
-are filled up with zeros. A tile sees the keys of all *spans* of `KEY_SPAN` positions up to its own, masked behind each
-query. Several tiles with equally many spans share a call as its batch, whose entries the kernel computes one by one.
+Kernels sum in an order that follows from the shapes of their inputs. So every kernel call for a token's query has a
+shape that follows from the token's position. A sequence's positions are cut into *tiles* of `QUERY_TILE`, and a query
+has a fixed place in its tile, whatever else the step computes of that tile: the other places are filled with zeros. A
+tile sees the keys of all *spans* of `KEY_SPAN` positions up to its own, masked behind each query. Several tiles with
+the same number of spans share a call as its batch, whose entries the kernel computes one by one.
 
-Worked example: position 130 stands at place 2 of the tile 128 .. 131 and sees 256 keys, of which 125 are hidden. So it
-does in a prompt computed at once, in a chunk that begins at 129, behind a cached prefix and as a decode. A window only
-hides more of the keys.
+Worked example: position 130 is at place 2 of the tile 128 .. 131 and sees 256 keys, of which 125 are hidden. This holds
+in a prompt computed at once, in a chunk that begins at 129, behind a cached prefix and as a decode. A window only hides
+more of the keys.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors
 
-#: Positions of a tile. A decode computes all of it: 4 cost it nothing that was measured, and prompts no more than 1.3
-#: times what they cost in pieces of 128, where a tile of 1 made them 8 times and one of 16 decodes 3 times as long.
+#: Positions of a tile. A decode computes all of it: with 4 that cost it nothing measurable, and prompts at most 1.3
+#: times as much as pieces of 128, whereas a tile of 1 made prompts take 8 times and one of 16 decodes 3 times as long.
 QUERY_TILE = 4
-#: Positions of a span of keys, a multiple of `QUERY_TILE`: calls of a prompt have as many tiles as go into it.
+#: Positions of a span of keys, a multiple of `QUERY_TILE`: a prompt's calls have as many tiles as fit into it.
 KEY_SPAN = 128
 
 
@@ -57,12 +57,12 @@ class InvariantAttention:
 
 
 def _width(context: int) -> int:
-    """Keys that a query of position ``context - 1`` sees, the hidden ones included."""
+    """Return the number of keys seen by a query of position ``context - 1``, including the hidden ones."""
     return -(-context // KEY_SPAN) * KEY_SPAN
 
 
 class _Heads(NamedTuple):
-    """What masks are made for: query heads of a KV head, their type, and positions that a query sees (None: all)."""
+    """Parameters of masks: query heads of a KV head, their type, and positions that a query sees (None: all)."""
 
     groups: int
     dtype: torch.dtype
@@ -82,9 +82,9 @@ class _Tiles:
 
     @classmethod
     def of(cls, first: int, positions: np.ndarray, tiles: np.ndarray, heads: _Heads, device: torch.device) -> Self:
-        """Queries number ``first`` and after, at ``positions`` of one span, in ``tiles``: a number of a tile for each.
+        """Return queries number ``first`` and after, at ``positions`` of one span, in ``tiles``: a tile number each.
 
-        ``tiles`` counts from 0 without gaps; queries with one number stand in one tile.
+        ``tiles`` counts from 0 without gaps; queries with one number share a tile.
         """
         starts = np.zeros(int(tiles[-1]) + 1, dtype=np.int64)  # position of each tile's first place
         starts[tiles] = positions - positions % QUERY_TILE
@@ -110,7 +110,7 @@ class _Tiles:
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """SDPA by a kernel whose grid is the batch: on GPUs the others would split it, or choose by its size."""
+    """Run SDPA with a kernel whose grid is the batch: on GPUs the others would split it, or choose by its size."""
     if query.device.type == "cpu":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
@@ -121,7 +121,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: t
 class _Tiled:
     """Some ``rows`` of a batch, in ``pieces``: one sequence's run, or decodes of sequences with equally many spans.
 
-    ``hidden`` are the places of what lies behind the sequences among all gathered tokens, first of K and then of V.
+    ``hidden`` are the places, among all gathered tokens, of those behind the sequences, first of K and then of V.
     """
 
     rows: torch.Tensor | slice
@@ -158,10 +158,10 @@ class _Tiled:
 
 
 def _gathered(cache: KvTensors, spans: Sequence[SequenceSpan]) -> tuple[Gather, int, torch.Tensor]:
-    """What brings K and V of ``spans``, all with one `_width`: the gather, tokens of each, and places to be zeroed."""
+    """Prepare the gather of ``spans``, all with one `_width`: the gather, tokens of each, and places to be zeroed."""
     count, block_tokens, num_keys = len(spans), cache.layout.block_tokens, _width(spans[0].context)
     num_blocks = -(-num_keys // block_tokens)
-    # Filled up with the sequence's own first block: any readable block does, the mask hides it.
+    # Filled with the sequence's own first block: any readable block does, as the mask hides it.
     table = [span.block_ids + span.block_ids[:1] * (num_blocks - len(span.block_ids)) for span in spans]
     num_tokens = num_blocks * block_tokens
     ends = [np.arange(row * num_tokens + span.context, (row + 1) * num_tokens) for row, span in enumerate(spans)]

@@ -1,8 +1,8 @@
 """Decoding over block tables in static shapes, in plain torch: for any device, and for CUDA graphs.
 
 Every sequence is gathered to the width of the table and masked behind its own tokens; no shape and no decision depends
-on how long the sequences are, so the same operations serve every step of one shape. What a kernel that reads block
-tables saves is the gathered copy: this is the path for devices and block sizes that have no such kernel.
+on the sequences' lengths, so the same operations serve every step of one shape. A kernel that reads block tables saves
+the gathered copy: this path is for devices and block sizes without such a kernel.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from tanghulu.workers.compute.forward_batch import DecodeTables
 from tanghulu.workers.compute.kv_cache import KvTensors, from_rows
 
-#: Tokens gathered at a time: bounds the copy, whatever the batch. With 8 KV heads of 128 in bfloat16: K and V 1 GiB.
+#: Tokens gathered at a time: bounds the copy for any batch. With 8 KV heads of 128 in bfloat16: K and V 1 GiB.
 MAX_GATHERED_TOKENS = 262_144
 
 
 def hidden_tokens(contexts: torch.Tensor, num_tokens: int, window: int | None = None) -> torch.Tensor:
-    """Bool [B, num_tokens]: what lies behind the first ``contexts[b]`` tokens of row b, or before the last ``window``.
+    """Return bool [B, num_tokens]: tokens behind the first ``contexts[b]`` of row b, or before the last ``window``.
 
     The query of row b is the last of these tokens.
     """
@@ -30,9 +30,9 @@ def hidden_tokens(contexts: torch.Tensor, num_tokens: int, window: int | None = 
 
 
 def tokens_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, 1, num_tokens], -inf where ``hidden`` [B, num_tokens] and else 0.
+    """Return [B, 1, 1, num_tokens], -inf where ``hidden`` [B, num_tokens], else 0.
 
-    It hides no NaN, of which a block may have some from its last owner: ``hidden`` K and V are zeroed besides.
+    It does not hide NaN, which a block may hold from its last owner: ``hidden`` K and V are also zeroed.
     """
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
@@ -67,12 +67,12 @@ class StaticDecode:
         return out
 
     def _parts(self) -> Iterator[slice]:
-        """Runs of rows of at most `MAX_GATHERED_TOKENS` tokens, or of one row."""
+        """Return runs of rows of at most `MAX_GATHERED_TOKENS` tokens, or of one row."""
         count = max(1, MAX_GATHERED_TOKENS // self.mask.shape[-1])
         return (slice(at, at + count) for at in range(0, len(self.tables), count))
 
     def _gathered(self, cache: KvTensors, layer: int, kv: int, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """K or V as [rows, kv_heads, tokens, head_dim]."""
+        """Return K or V as [rows, kv_heads, tokens, head_dim]."""
         tables, layout = self.tables[part], cache.layout
         blocks = from_rows(cache.blocks[:, layer, kv].index_select(0, tables.flatten()), dtype)
         tokens = blocks.view(len(tables), -1, layout.num_kv_heads, layout.head_dim)

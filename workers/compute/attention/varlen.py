@@ -1,14 +1,14 @@
-"""Attention on GPUs by torch's FlashAttention: prompts and decodes of a step in one call a layer.
+"""Attention on GPUs by torch's FlashAttention: a step's prompts and decodes in one call per layer.
 
-Where the kernel reads block tables at this block size it reads the cache as it lies. Torch's own FlashAttention 2 does
-so for blocks of a multiple of 256 tokens; FlashAttention 3, if somebody activated it, for all. Elsewhere a step's
-blocks are gathered first, which costs prompts little (2,048 tokens behind 32,000 multiply for some milliseconds a
-layer and gather for a tenth of one).
+If the kernel supports block tables at this block size, it reads the cache in place. Torch's own FlashAttention 2 does
+so for blocks of a multiple of 256 tokens; FlashAttention 3, if activated, for all. Otherwise a step's blocks are
+gathered first, which costs prompts little (2,048 tokens behind 32,000 multiply for some milliseconds a layer and gather
+for a tenth of one).
 
-The operator is called itself: `varlen_attn` in front of it lacks arguments in torch 2.11 that the operator has.
-What the kernel can do is tried once, with numbers, and never assumed. Two of its ways are avoided by construction: its
-split of long contexts is wrong for queries packed one behind the other (pytorch issue 194167), so it is allowed only
-where the kernel lays the queries out evenly: one query a sequence, more heads than KV heads, no causal window.
+The operator is called directly: its wrapper `varlen_attn` lacks some of its arguments in torch 2.11. The kernel's
+abilities are tried once, with numbers, and never assumed. Two of its modes are avoided by construction: its split of
+long contexts is wrong for queries packed one behind the other (pytorch issue 194167), so it is allowed only where the
+kernel lays the queries out evenly: one query a sequence, more heads than KV heads, no causal window.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tanghulu.workers.compute.kv_cache import KvTensors, from_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
-#: Queries see what is before them and themselves; the last query stands at the last key.
+#: Queries see themselves and everything before; the last query is at the last key.
 _CAUSAL = (-1, 0)
 _ALL = (-1, -1)
 _TOLERANCE = 0.02
 
 
 class Kernel(NamedTuple):
-    """A variant of the kernel, and how to call it: ``attend`` is `flash_attention`.
+    """A variant of the kernel and its calling convention: ``attend`` is `flash_attention`.
 
-    ``reads_tables``: it takes the cache and block tables, else gathered blocks; ``key_starts``: with tables it wants
-    the keys' offsets too (FlashAttention 2 does, 3 refuses them).
+    ``reads_tables``: it takes the cache and block tables, else gathered blocks; ``key_starts``: with tables it also
+    requires the keys' offsets (FlashAttention 2 does, 3 refuses them).
     """
 
     attend: Any
@@ -58,10 +58,10 @@ class _Lengths(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VarlenRun:
-    """Rows ``rows`` of a batch: sequences one behind the other, and where their blocks are.
+    """Rows ``rows`` of a batch: consecutive sequences, and the places of their blocks.
 
     ``tables`` int32 [S, width] for a kernel that reads them, else None and ``block_ids`` int64, all sequences' blocks
-    to gather; sequence s finds its keys from ``key_starts[s]`` on (int32 [S+1]).
+    to gather; sequence s has its keys from ``key_starts[s]`` on (int32 [S+1]).
     """
 
     kernel: Kernel
@@ -99,7 +99,7 @@ class VarlenRun:
 
 
 class VarlenAttention:
-    """The backend of `flash_attention`. It gathers at most `MAX_GATHERED_TOKENS` keys at a time, or one sequence's."""
+    """Backend of `flash_attention`. It gathers at most `MAX_GATHERED_TOKENS` keys at a time, or one sequence's."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -114,7 +114,7 @@ class VarlenAttention:
         return PagedPlan(cache, batch, [self._run(cache, spans) for spans in self._grouped(cache, batch.spans)])
 
     def _decodes(self, cache: KvTensors, decodes: DecodeTables) -> Iterator[VarlenRun]:
-        """One query a sequence, every sequence as wide as the table."""
+        """Lay out one query per sequence, every sequence as wide as the table."""
         num_rows, width = decodes.tables.shape
         num_tokens = width * cache.layout.block_tokens
         count = num_rows if self._kernel.reads_tables else max(1, MAX_GATHERED_TOKENS // num_tokens)
@@ -127,7 +127,7 @@ class VarlenAttention:
             yield VarlenRun(self._kernel, rows, lengths, starts * num_tokens, read, tables.flatten())
 
     def _grouped(self, cache: KvTensors, spans: Sequence[SequenceSpan]) -> Iterator[list[SequenceSpan]]:
-        """Runs of spans whose keys may be gathered together."""
+        """Return runs of spans whose keys may be gathered together."""
         group: list[SequenceSpan] = []
         num_tokens = 0
         for span in spans:
@@ -157,7 +157,7 @@ class VarlenAttention:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Say why this backend cannot be used; None if it can, which is tried with numbers."""
+    """Return why this backend cannot be used; None if it can, which is tried with numbers."""
     if device.type != "cuda":
         return f"FlashAttention runs on GPUs, not on {device.type}"
     if dtype not in _DTYPES:
@@ -172,9 +172,9 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 def pick_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int, *, kept_as: torch.dtype | None = None
 ) -> tuple[Kernel, str]:
-    """Pick a kernel that reads block tables, tried with numbers; if none does, one that does not, and the reason.
+    """Pick a kernel that reads block tables, tried with numbers; if none does, one that does not, with the reason.
 
-    None does where KV is ``kept_as`` another type than ``dtype``, in which it is computed with.
+    None does if KV is ``kept_as`` another type than the computing type ``dtype``.
     """
     reason, attend = "", flash_attention
     if kept_as not in (None, dtype):
@@ -188,7 +188,7 @@ def pick_kernel(
 
 
 def operator_arguments() -> frozenset[str]:
-    """Return the names of the arguments that FlashAttention has in this torch."""
+    """Return the names of FlashAttention's arguments in this torch."""
     return frozenset(argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments)
 
 
@@ -206,9 +206,9 @@ def flash_attention(
     block_table: torch.Tensor | None,
     num_splits: int | None,
 ) -> torch.Tensor:
-    """Call torch's FlashAttention with the arguments that its version has; they are those of `varlen_attn`.
+    """Call torch's FlashAttention with the arguments of its version; they are those of `varlen_attn`.
 
-    Raises RuntimeError for block tables where this torch's kernel takes none; one without ``num_splits`` never splits.
+    Raises RuntimeError for block tables if this torch's kernel takes none; one without ``num_splits`` never splits.
     """
     operator, known = torch.ops.aten._flash_attention_forward.default, operator_arguments()
     more: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
@@ -226,7 +226,7 @@ def flash_attention(
 def try_kernel(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int
 ) -> str | None:
-    """Try ``kernel`` on prompts and decodes of two sequences, two heads a KV head; say what is wrong, if anything."""
+    """Try ``kernel`` on prompts and decodes of two sequences, two heads per KV head; return the fault, if any."""
     generator = torch.Generator(device).manual_seed(5)
     shape = (4, 2, block_tokens, 2, head_dim)
     blocks = torch.randn(shape, generator=generator, device=device).to(dtype)
@@ -256,7 +256,7 @@ def try_kernel(
 def _trial_run(
     kernel: Kernel, counts: tuple[int, int], contexts: tuple[int, int], block_tokens: int, device: torch.device
 ) -> VarlenRun:
-    """Two sequences, in blocks 2 and 1, and in block 3."""
+    """Return two sequences, in blocks 2 and 1, and in block 3."""
     starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
     key_starts = torch.tensor([0, 2, 3], dtype=torch.int32, device=device) * block_tokens
     tables = torch.tensor([[2, 1], [3, 0]], dtype=torch.int32, device=device) if kernel.reads_tables else None
@@ -266,7 +266,7 @@ def _trial_run(
 
 
 def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int) -> torch.Tensor:
-    """Attention as its definition has it: the last query stands at token ``context - 1``."""
+    """Compute attention by its definition: the last query is at token ``context - 1``."""
     count = len(query)
     hidden = (
         torch.arange(context, device=query.device)

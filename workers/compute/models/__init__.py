@@ -1,1 +1,1 @@
-"""The models that the worker runs and the tensors that one step feeds them."""
+"""The models that the worker runs and the tensors of one step."""

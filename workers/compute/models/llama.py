@@ -1,9 +1,9 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLPs.
 
 Its relatives differ by switches of ModelConfig: biases on q, k, v (Qwen2), norms on each head's query and key (Qwen3),
-a bias on the output projection, routed experts in place of an MLP (Mixtral, Qwen3-MoE), and what Gemma 3 has: layers
-with a sliding window and a rotary base of their own, norms behind attention and MLP, a scale of the embedding.
-Q, K and V are one matrix product, and so are gate and up.
+a bias on the output projection, routed experts in place of an MLP (Mixtral, Qwen3-MoE), and the features of Gemma 3:
+layers with a sliding window and a rotary base of their own, norms after attention and MLP, a scale of the embedding. Q,
+K and V are one matrix product, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Progress = Callable[[float], None]
 
 @dataclass(slots=True)
 class _Layer:
-    """One decoder layer's weights; ``qkv`` is fused by rows. The norms ``after_`` are Gemma's, of what is added."""
+    """One decoder layer's weights; ``qkv`` is fused by rows. The norms ``after_`` are Gemma's, of the summands."""
 
     window: int | None
     input_norm: Norm
@@ -51,7 +51,7 @@ class _Layer:
 
 
 class LlamaModel:
-    """Weights of a Llama-like model and its forward pass; holds no state of any request."""
+    """Weights of a Llama-like model and its forward pass; holds no request's state."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class LlamaModel:
         """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` receives the fraction done, 0..1.
 
         ``attention`` takes queries of the types of ``arithmetic``. Raises ModelUnsupported that names a missing tensor,
-        one whose shape contradicts ``config``, or one that the model has no use for; ConfigError if the model's heads
-        cannot be shared out so.
+        one whose shape contradicts ``config``, or an unused one; ConfigError if the model's heads cannot be divided
+        that way.
         """
         require_split(config, shard.size)
         self._shard = shard
@@ -95,13 +95,13 @@ class LlamaModel:
             own = replace(config, rope_theta=sliding.rope_theta, rope_scaling=RopeScaling())
             self._rotary[sliding.num_tokens] = RotaryTable(own, None, device)
         loader.require_all_taken()
-        # Rounded as the weights are: Gemma was trained so.
+        # Rounded like the weights: Gemma was trained that way.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         if progress is not None:
             progress(1.0)
 
     def with_layers(self, num_layers: int) -> LlamaModel:
-        """Return the model without the layers behind the first ``num_layers``; the weights are shared."""
+        """Return the model without the layers after the first ``num_layers``; the weights are shared."""
         shallow = copy.copy(self)
         shallow._layers = self._layers[:num_layers]
         shallow.config = replace(self.config, num_layers=num_layers)
@@ -109,8 +109,8 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
-        """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab] (on rank 0)."""
-        # No tensor here is of a class that replaces torch's functions; to look for one costs 10 us a product.
+        """Compute ``batch``, writing its KV to ``cache``; return requested logits, float32 [L, vocab], on rank 0."""
+        # No tensor here is of a class that replaces torch's functions; looking for one costs 10 us per product.
         with torch._C.DisableTorchFunctionSubclass():
             return self._forward(batch, cache)
 
@@ -134,7 +134,7 @@ class LlamaModel:
         return self._logits(hidden, batch.logit_rows)
 
     def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The logits of some ``rows``, float32 [n, vocab], on rank 0; every rank must ask for the same rows."""
+        """Return the logits of ``rows``, float32 [n, vocab], on rank 0; every rank must request the same rows."""
         wanted = hidden.index_select(0, rows)
         wanted = self._norm(wanted.to(self._arithmetic.of_rows(len(wanted))))
         return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
@@ -142,7 +142,7 @@ class LlamaModel:
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [N, heads, head_dim], and of each token the heads of K and then those of V, rotated."""
+        """Return queries [N, heads, head_dim], and for each token the heads of K and then those of V, rotated."""
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
         fused = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, self.config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -162,7 +162,7 @@ class LlamaModel:
 
 
 class _View(NamedTuple):
-    """How some layers see a step: the plan of their attention, and the rotation of its positions."""
+    """A step as some layers see it: the plan of their attention, and the rotation of its positions."""
 
     plan: PagedPlan
     cos: torch.Tensor
@@ -170,7 +170,7 @@ class _View(NamedTuple):
 
 
 def _load_head(loader: WeightLoader, config: ModelConfig, embedding: torch.Tensor) -> torch.Tensor:
-    """The head [vocab, hidden]: the embedding itself if they are tied, which a second copy in the file must equal."""
+    """Load the head [vocab, hidden]: if tied, the embedding itself, which a second copy in the file must equal."""
     if config.tie_embeddings and not loader.has("lm_head.weight"):
         return embedding
     head = loader.take("lm_head.weight", (config.vocab, config.hidden))
@@ -185,8 +185,8 @@ def _load_head(loader: WeightLoader, config: ModelConfig, embedding: torch.Tenso
 
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The rank's rows of the output head, zeros behind the last so that all ranks have equally many."""
-    if shard.size == 1:  # shared with the embedding where a GPU multiplies it as it is
+    """Return the rank's rows of the output head, padded with zeros to the same number on all ranks."""
+    if shard.size == 1:  # shared with the embedding if a GPU multiplies it as it is
         return head
     each = -(-len(head) // shard.size)
     rows = head[shard.rank * each : (shard.rank + 1) * each]

@@ -1,4 +1,4 @@
-"""The MLPs of a layer: one for every token, or experts of which a router picks a few for each.
+"""MLPs of a layer: one for every token, or experts of which a router picks a few for each.
 
 Experts (mixture of experts, https://arxiv.org/abs/1701.06538, as in Mixtral and Qwen3-MoE): the router's softmax gives
 each token a weight for each expert; the best few compute it, and their results are added up by these weights. The rows
@@ -6,8 +6,7 @@ of a step are put in the order of their experts, so that an expert multiplies al
 read once a step. Worked example, 2 of 4 experts, 3 tokens that picked {1, 0}, {1, 3}, {0, 1}: in order of experts the
 rows are 0 2 | 0 1 2 | 1, three products; put back in order, each token adds up the results of its picks, best first.
 
-What a token adds up, and in which order, follows from the token alone, so that experts are batch-invariant where their
-products are.
+A token's summands and their order follow from the token alone, so experts are batch-invariant if their products are.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from tanghulu.workers.weights.model_config import ModelConfig, RoutedExperts
 
 
 class Mlp(Protocol):
-    """What a layer computes of its normed hidden states; on several ranks each has a summand of it."""
+    """A layer's function of its normed hidden states; on several ranks each computes a summand of it."""
 
     def take_factor(self) -> float:
         """Return the factor by which the caller must multiply all inputs."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """``inputs`` [N, hidden] -> [N, hidden], a tensor of its own."""
+        """Compute ``inputs`` [N, hidden] -> [N, hidden], a tensor of its own."""
 
     def add_to(self, sums: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add what `__call__` gives to ``sums`` [N, hidden], in place."""
+        """Add the result of `__call__` to ``sums`` [N, hidden], in place."""
 
 
 class GatedMlp:
@@ -57,13 +56,13 @@ class GatedMlp:
 
 
 class RoutedMlp:
-    """``experts``, of which ``router`` [count, hidden] picks some for each token as ``routing`` says."""
+    """``experts``, of which ``router`` [count, hidden] picks some for each token according to ``routing``."""
 
     def __init__(self, router: Linear, experts: Sequence[GatedMlp], routing: RoutedExperts) -> None:
         self._router, self._experts, self._routing = router, experts, routing
 
     def take_factor(self) -> float:
-        return 1.0  # the router and the experts take the same inputs, and each has a factor of its own
+        return 1.0  # router and experts take the same inputs, and each has a factor of its own
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         per_token = self._routing.per_token
@@ -84,19 +83,19 @@ class RoutedMlp:
         sums.add_(self(inputs))
 
     def _pick(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights and the numbers of each token's experts, best first, each [N, per_token]."""
+        """Return the weights and the numbers of each token's experts, best first, each [N, per_token]."""
         shares = torch.softmax(self._router(inputs).float(), dim=-1)
         weights, picked = shares.topk(self._routing.per_token, dim=-1)
         if self._routing.normalised:
             total = weights[:, :1].clone()
-            for column in weights.unbind(1)[1:]:  # a sum's order may hang on the number of rows
+            for column in weights.unbind(1)[1:]:  # the order of a sum may depend on the number of rows
                 total.add_(column[:, None])
             weights = weights / total
         return weights.to(inputs.dtype), picked
 
 
 def load_mlp(loader: WeightLoader, config: ModelConfig, index: int) -> GatedMlp | RoutedMlp:
-    """The MLP of layer ``index``, this rank's share of it. Raises ModelUnsupported that names what is missing."""
+    """Load this rank's share of the MLP of layer ``index``. Raises ModelUnsupported that names what is missing."""
     in_pieces = loader.arithmetic.invariant and loader.on_cpu
     activate = activation(config.activation, in_pieces=in_pieces)
     experts, prefix = config.experts_of(index), f"model.layers.{index}.mlp"
@@ -110,7 +109,7 @@ def load_mlp(loader: WeightLoader, config: ModelConfig, index: int) -> GatedMlp 
 def _load_experts(
     loader: WeightLoader, hidden: int, experts: RoutedExperts, prefix: str, activate: Activation
 ) -> RoutedMlp:
-    """Load in any of three layouts: all experts in one tensor, or each by itself under Mixtral's names or Qwen's."""
+    """Load any of three layouts: all experts in one tensor, or each by itself under Mixtral's names or Qwen's."""
     width, numbers = experts.intermediate, range(experts.count)
     mixtral = loader.has(f"{prefix}.block_sparse_moe.gate.weight")
     folder = f"{prefix}.{'block_sparse_moe' if mixtral else 'mlp'}"

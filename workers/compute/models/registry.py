@@ -1,7 +1,7 @@
-"""Which class runs which architecture, and the one call that loads a model.
+"""Mapping from architectures to classes, and the one call that loads a model.
 
-To add an architecture: enter it in ``hf_config.FAMILIES`` with what sets it apart, write a class with `Model`'s methods
-(or switch on what it needs in ``llama``), and enter it in ``_MODELS``.
+To add an architecture: enter it in ``hf_config.FAMILIES`` with its distinguishing features, write a class with
+`Model`'s methods (or add switches to ``llama``), and enter it in ``_MODELS``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    #: Whether a token's results hang on the tokens before it alone, bit by bit.
+    #: Whether a token's results depend bit by bit only on earlier tokens.
     batch_invariant: bool
 
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
-        """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
+        """Compute ``batch``, writing its KV to ``cache``; return the requested logits, float32 [L, vocab]."""
 
     def with_layers(self, num_layers: int) -> Model:
-        """Return the model without the layers behind the first ``num_layers``; the weights are shared."""
+        """Return the model without the layers after the first ``num_layers``; the weights are shared."""
 
 
 _MODELS: dict[str, type[LlamaModel]] = dict.fromkeys(FAMILIES, LlamaModel)
@@ -60,9 +60,8 @@ def load_model(
 ) -> Model:
     """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` receives the fraction done, 0..1.
 
-    Without ``attention`` it attends by SDPA, which works everywhere, invariantly if ``arithmetic`` is; without
-    ``arithmetic`` it is computed as suits ``device``. Raises ModelUnsupported that names the architecture or the tensor
-    that cannot be used.
+    Without ``attention`` it uses SDPA, which works everywhere, invariantly if ``arithmetic`` is; without ``arithmetic``
+    it is computed as suits ``device``. Raises ModelUnsupported that names the unusable architecture or tensor.
     """
     factory = _MODELS.get(source.config.architecture)
     if factory is None:
@@ -80,10 +79,10 @@ def load_model(
 
 
 def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is bfloat16, but float16 on GPUs that emulate bfloat16.
+    """Return the dtype ``name``; ``auto`` is bfloat16, but float16 on GPUs that emulate bfloat16.
 
-    On CPUs bfloat16 is the fastest whatever they multiply (`linear`), and its KV has half the bytes of float32's; one
-    choice for all of them lets workers on different CPUs share their KV. Raises ConfigError.
+    On CPUs bfloat16 is the fastest, however they multiply it (`linear`), and its KV has half the bytes of float32's;
+    one choice for all of them lets workers on different CPUs share their KV. Raises ConfigError.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cpu" or multiplies_bfloat16(device) else torch.float16
@@ -93,10 +92,10 @@ def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
 
 
 def kv_dtype_name(name: str, dtype: torch.dtype) -> str:
-    """The name of the KV's type that ``--kv-dtype`` ``name`` asks for, of a model of ``dtype``."""
+    """Return the name of the KV's type for ``--kv-dtype`` ``name`` and a model of ``dtype``."""
     return dtype_name(dtype) if name == "auto" else name
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32: the name that flags, fingerprints and the wire use."""
+    """Return ``float32`` for torch.float32: the name used by flags, fingerprints and the wire."""
     return str(dtype).removeprefix("torch.")

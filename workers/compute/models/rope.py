@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the tables of cosines and sines, and how they turn queries and keys.
+"""Rotary position embeddings: the tables of cosines and sines, and the rotation of queries and keys.
 
 Dimension i is paired with i + head_dim/2 ("halves", as Hugging Face does). Method: RoFormer,
 https://arxiv.org/abs/2104.09864; Llama 3.1's stretching: its model card and reference code.
@@ -29,21 +29,21 @@ class RotaryTable:
             frequencies = frequencies / freq_factors.double()
         frequencies = _scaled(frequencies, config.rope_scaling)
         angles = torch.outer(torch.arange(config.max_context, dtype=torch.float64), frequencies)
-        # The sine carries rotate_half's sign, so that applying needs a roll and no negation.
+        # The sine carries rotate_half's sign, so that applying it needs a roll and no negation.
         cos, sin = angles.cos().float(), angles.sin().float()
         self._cos = torch.cat((cos, cos), dim=1).to(device)
         self._sin = torch.cat((-sin, sin), dim=1).to(device)
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine of ``positions``, each [N, 1, head_dim]."""
+        """Return cosine and signed sine of ``positions``, each [N, 1, head_dim]."""
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
 def rotate_(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn ``states`` [N, heads, head_dim] by their positions' angles, in place."""
+    """Rotate ``states`` [N, heads, head_dim] by their positions' angles, in place."""
     swapped = states.roll(states.shape[-1] // 2, dims=-1)
-    states.mul_(cos).add_(swapped.mul_(sin))  # addcmul rounds once or twice, by where a thread's share ends
+    states.mul_(cos).add_(swapped.mul_(sin))  # addcmul rounds once or twice, depending on the end of a thread's share
 
 
 def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

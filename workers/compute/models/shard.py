@@ -1,9 +1,9 @@
-"""One tensor-parallel rank's share of a model, and how the ranks add up what each computed.
+"""One tensor-parallel rank's share of a model, and the summation of the ranks' results.
 
-Heads and the intermediate width are split by rows of Q, K, V, gate and up; the output and down projections by
-columns, so that each rank holds a summand of the result and one sum a product makes it whole. (Megatron-LM,
-https://arxiv.org/abs/1909.08053.) Example: 9 heads, 3 KV heads, 3 ranks: rank 1 has heads 3..5 and KV head 1.
-The embedding is whole everywhere; the head's rows are shared out and rank 0 gathers the logits.
+Heads and the intermediate width are split by rows of Q, K, V, gate and up; the output and down projections by columns,
+so that each rank holds a summand of the result and one sum a product makes it whole. (Megatron-LM,
+https://arxiv.org/abs/1909.08053.) Example: 9 heads, 3 KV heads, 3 ranks: rank 1 has heads 3..5 and KV head 1. The
+embedding is whole everywhere; the head's rows are divided and rank 0 gathers the logits.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Shard:
     size: int = 1
 
     def own(self, count: int) -> slice:
-        """This rank's run of ``count`` things, which ``size`` divides."""
+        """Return this rank's run of ``count`` items, which ``size`` divides."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def total(self, summand: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``summand``, in place; every rank must call it."""
+        """Add up all ranks' ``summand``, in place; every rank must call it."""
         if self.size > 1:
             dist.all_reduce(summand)
         return summand
 
     def gather_columns(self, part: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' ``part`` [L, columns] side by side; elsewhere nothing. Every rank must call it."""
+        """Return on rank 0 all ranks' ``part`` [L, columns] side by side; elsewhere none. Every rank must call it."""
         if self.size == 1 or len(part) == 0:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
@@ -49,7 +49,7 @@ WHOLE = Shard()
 
 
 def require_split(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError that says which figure of ``config`` does not go into ``size`` ranks."""
+    """Raise ConfigError that names the figure of ``config`` not divisible among ``size`` ranks."""
     if size < 1:
         raise ConfigError(f"--tp is {size}; it must be at least 1")
     counts = [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads")]

@@ -1,4 +1,4 @@
-"""Takes a model's weights out of a checkpoint, checked against its config, as the products of one rank's share."""
+"""Takes a model's weights from a checkpoint, checked against its config, as the products of one rank's share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tanghulu.workers.weights.gguf_file import FREQUENCY_FACTORS
 from tanghulu.workers.weights.model_config import ModelConfig
 from tanghulu.workers.weights.weight_source import WeightSource
 
-#: Buffers that older files hold and every implementation computes by itself.
+#: Buffers in older files, which every implementation computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn_rot_embd\.weight)$")
 _MAX_NAMED = 5
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightLoader:
-    """Takes tensors by name, checked against the shape that the config promises."""
+    """Takes tensors by name, checked against the shape given by the config."""
 
     def __init__(
         self,
@@ -45,40 +45,40 @@ class WeightLoader:
         return self._weights.has(name)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor ``name`` in the type and on the device that it will have; raises ModelUnsupported."""
+        """Return the tensor ``name`` in its final type and on its device; raises ModelUnsupported."""
         tensor = self._weights.tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
-        if tensor.dtype not in _WEIGHT_DTYPES:  # its scales stand elsewhere
+        if tensor.dtype not in _WEIGHT_DTYPES:  # its scales are elsewhere
             raise ModelUnsupported(f"tensor {name!r} is {tensor.dtype}: this worker runs no quantised safetensors")
-        if self._device.type != "cpu":  # in the file's type over the bus, converted there
+        if self._device.type != "cpu":  # over the bus in the file's type, converted there
             return tensor.to(self._device).to(self._dtype)
         # clone: a tensor that is a view of a mapped file must not outlive the file.
         return tensor.to(self._dtype, copy=True)
 
     def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
-        """The norm ``name``, whose results go to ``before`` alone if that is given."""
+        """Return the norm ``name``, whose results go to ``before`` alone if that is given."""
         return self.scaled_norm(name, size, 1.0 if before is None else before.take_factor())
 
     def scaled_norm(self, name: str, size: int, factor: float) -> Norm:
-        """The norm ``name``, whose results are multiplied by ``factor``."""
+        """Return the norm ``name``, with results multiplied by ``factor``."""
         return Norm(self.take(name, (size,)), self._config.rms_eps, factor, self._config.norm_offset)
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
-        """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""
+        """Return the product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, stacked."""
         own = self.shard.own
         weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
         biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
         return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self.arithmetic)
 
     def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
-        """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
+        """Return the product with this rank's columns; the ranks' results add up to the whole, bias counted once."""
         weight = self.take(f"{name}.weight", (rows, columns))[:, self.shard.own(columns)]
         whole = self.take(f"{name}.bias", (rows,)) if bias else None
         return Linear(weight, whole if self.shard.rank == 0 else None, self.arithmetic)
 
     def frequency_factors(self) -> torch.Tensor | None:
-        """GGUF's divisors of the rotary frequencies, as the file has them, if there are any."""
+        """Return GGUF's divisors of the rotary frequencies, as in the file, if there are any."""
         if not self._weights.has(FREQUENCY_FACTORS):
             return None
         factors, shape = self._weights.tensor(FREQUENCY_FACTORS), (self._config.head_dim // 2,)
@@ -87,7 +87,7 @@ class WeightLoader:
         return factors
 
     def require_all_taken(self) -> None:
-        """Raise ModelUnsupported for tensors of the checkpoint that have no part in the model."""
+        """Raise ModelUnsupported for tensors of the checkpoint that are not part of the model."""
         left = sorted(name for name in self._weights.untaken() if _IGNORED.search(name) is None)
         if left:
             raise ModelUnsupported(
