@@ -1,7 +1,7 @@
-"""A check of the store: whether the bytes are those that were put, and whether directory and nodes agree.
+"""Check of the store: compare stored bytes with their checksums, and the directory with the nodes.
 
 Every node compares its chunks with their checksums and lists them; the lists are compared with the master's. Chunks
-come and go meanwhile, so a difference is looked at a second time before it is reported.
+come and go meanwhile, so a difference is checked a second time before it is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """Something that is wrong with one chunk on one node; ``key`` "": with the node as a whole."""
+    """A fault of one chunk on one node; an empty ``key`` means a fault of the node as a whole."""
 
     kind: Kind
     node: str
@@ -45,19 +45,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The findings of a check of ``num_chunks`` chunks, and those that are ``left`` after a repair."""
+    """The findings of a check of ``num_chunks`` chunks, and the findings ``left`` after a repair."""
 
     num_chunks: int
     findings: tuple[CheckFinding, ...]
     left: tuple[CheckFinding, ...]
 
     def row(self) -> Row:
-        """The report as an object for JSON."""
+        """Return the report as an object for JSON."""
         return {"num_chunks": self.num_chunks, "findings": plain(self.findings), "left": plain(self.left)}
 
 
 def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified]]) -> list[CheckFinding]:
-    """The differences between the master's listing and the nodes (node -> key -> chunk), and the corrupt chunks."""
+    """Return the differences between the master's listing and the nodes' (node -> key -> chunk), and corrupt chunks."""
     listed = {(node, info.key): info.version for info in listing for node in info.nodes if node in held}
     findings = [
         CheckFinding(Kind.MISSING, node, key)
@@ -74,14 +74,14 @@ def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified
 
 
 def check(*, with_repair: bool, progress: Progress | None = None) -> Order[CheckReport]:
-    """Verify the bytes of all chunks in memory and compare directory and nodes; repair what is found if so asked."""
+    """Verify the bytes of all chunks in memory and compare directory and nodes; optionally repair the findings."""
     findings, num_chunks = yield from find(progress)
     left = (yield from _repair()) if findings and with_repair else findings
     return CheckReport(num_chunks, tuple(findings), tuple(left))
 
 
 def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], int]]:
-    """The findings that two looks in a row have in common, and the number of chunks looked at."""
+    """Return the findings common to two consecutive checks, and the number of chunks checked."""
     first, num_chunks = yield from _look(progress)
     if not first:
         return [], num_chunks
@@ -91,7 +91,7 @@ def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], in
 
 
 def _repair() -> Order[list[CheckFinding]]:
-    """Drop corrupt chunks and have the nodes report to the master again; returns the findings after that."""
+    """Drop corrupt chunks and have the nodes report to the master again; return the remaining findings."""
     yield from _look(None, drop_corrupt=True, report=True)
     left, _ = yield from find()
     return left

@@ -1,4 +1,4 @@
-"""The page as an answer, and what it shows as a server-sent event. No script, style or picture comes from elsewhere."""
+"""The page as an answer, and its data as server-sent events. No script, style or picture comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ MAX_SHOWN = 50
 
 
 def page() -> Response:
-    """The page; the policy in its header lets exactly its own script and style run."""
+    """Return the page; the policy in its header allows exactly its own script and style."""
     text, policy = _page()
     return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
 
 
 def once(state: Mapping[str, Any]) -> Response:
-    """What the page shows, as JSON."""
+    """Return the page's data as JSON."""
     return Response(msgspec.json.encode(state), media_type="application/json")
 
 
 def stream(state: Callable[[], Awaitable[Mapping[str, Any]]], goes_on: Callable[[], Awaitable[bool]]) -> Response:
-    """What the page shows, as server-sent events. ``goes_on`` waits for the next, and says whether there is one."""
+    """Return the page's data as server-sent events. ``goes_on`` waits for the next, and returns whether there is
+    one."""
 
     async def events() -> AsyncIterator[bytes]:
         while True:

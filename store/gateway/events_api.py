@@ -1,4 +1,4 @@
-"""The route that follows the directory: what is stored and removed, as server-sent events."""
+"""The route that follows the directory: stored and removed keys, as server-sent events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def router(gateway: Gateway) -> APIRouter:
     ) -> Response:
         """`event:` is reset, stored, removed, node_gone or synced; `data:` an object as `watch --json` prints.
 
-        After an interruption of the master it goes on, with a reset and all that there is if it has to begin again.
+        After an interruption of the master it resumes, with a reset and all existing keys if it has to start over.
         """
         return _EventsReply(gateway, request, prefix, snapshot)
 

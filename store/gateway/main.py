@@ -38,7 +38,7 @@ in paths percent-encoded. Errors are `{"error": {"message", "type", "code", "par
 
 
 async def serve(process: Process, config: GatewayConfig) -> None:
-    """Run until the process is to stop. A master that is not there yet is not waited for: /ready tells."""
+    """Run until the process is to stop, without waiting for an absent master: /ready reports it."""
     async with _serving(process, config) as address:
         process.ready(process.instance_id(address.port), address)
         await process.stopping.wait()
@@ -83,13 +83,13 @@ def make_app(gateway: Gateway) -> FastAPI:
 
 
 def _health(gateway: Gateway) -> APIRouter:
-    """Routes for orchestrators; none of them asks for a token."""
+    """Return the routes for orchestrators; none of them needs a token."""
     api = APIRouter(tags=["health"])
 
     @api.get("/health", summary="Whether the process answers")
     @api.get("/live", include_in_schema=False)
     async def health() -> dict[str, Any]:
-        """Says nothing of the store."""
+        """Report liveness; says nothing of the store."""
         return {"status": "ok"}
 
     @api.get("/ready", summary="Whether the store would serve", responses={503: {"description": "and what is missing"}})

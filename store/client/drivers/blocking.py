@@ -1,7 +1,7 @@
 """The blocking driver: runs the client's logic with blocking sockets, in the caller's own thread.
 
-Every thread that calls takes a connection of its own from the pool of its peer and puts it back, so threads do not
-wait for each other. Calls to one peer are pipelined; several peers are asked side by side, each by a thread.
+Every calling thread takes a connection of its own from the pool of its peer and puts it back, so threads do not wait
+for each other. Calls to one peer are pipelined; several peers are called in parallel, each by a thread.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ MIN_CONNECT_S = 0.001
 
 @dataclass(slots=True)
 class _Begun:
-    """A call that was sent, or why it was not."""
+    """A call that was sent, or the reason why it was not."""
 
     peer: PeerId
     pending: SentCall[Any] | TanghuluError
@@ -118,7 +118,7 @@ class BlockingDriver:
         return self.run(operation(deadline, *args, **named), deadline)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
-        """Drive ``logic`` to its end; returns its result or raises its error."""
+        """Drive ``logic`` to its end; return its result or raise its error."""
         if self._closed:
             refuse_closed(self._pid, "tanghulu.connect")
         if self._late:
@@ -142,23 +142,23 @@ class BlockingDriver:
                 self._leave_departed()
 
     def _leave_departed(self) -> None:
-        """Close what is open to nodes that are gone."""
+        """Close connections and segments of departed nodes."""
         for peer in self._sessions.take_departed():
             for connection in self._idle.pop(peer, ()):
                 self._hang_up(peer, connection)
 
     def deadline(self, seconds: float | None) -> Deadline:
-        """The end of an operation that begins now."""
+        """Return the deadline of an operation that begins now."""
         return Deadline(time.monotonic() + self.settings.deadline_of(seconds), time.monotonic)
 
     def flush(self, deadline_s: float | None = None) -> None:
-        """Return leases that nobody needs any more; nodes that cannot be reached find out by themselves."""
+        """Return unneeded leases; unreachable nodes find out by themselves."""
         deadline_s = self.settings.deadline_s if deadline_s is None else deadline_s
         while calls := self._due_notices():
             self._notify(calls, deadline_s)
 
     def _due_notices(self) -> Sequence[tuple[PeerId, AnyCall]]:
-        """What is to be given back now; a node that did not answer, and would have to be greeted, can wait for it."""
+        """Return the notices due now; a node that did not answer, and would need a greeting, can wait for its own."""
         if self._closed:
             return ()
         nodes, now_s = self.context.nodes, self.context.clock.now_s()
@@ -202,7 +202,8 @@ class BlockingDriver:
         self._engine.close()
 
     def dropped(self, client: object) -> None:
-        """Nobody refers to ``client`` any more: warn if it was not closed, and close what is open without a word."""
+        """Handle the loss of the last reference to ``client``: warn if it was not closed, and disconnect without
+        notice."""
         if self._closed:
             return
         self._closed = True
@@ -241,7 +242,7 @@ class BlockingDriver:
                 return time.sleep(seconds)
 
     def _drive(self, logic: Logic[T]) -> T:
-        """Run what only makes calls to masters, and pauses between them."""
+        """Run logic that only calls masters and pauses between calls."""
         try:
             effect = next(logic)
             while True:
@@ -257,7 +258,7 @@ class BlockingDriver:
             return result
 
     def _call(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
-        """The answer to each of ``calls``; a peer's error, and the failure of its connection, in its place."""
+        """Return the answer to each of ``calls``; a peer's error, or its connection's failure, takes its place."""
         if len(calls) == 1:
             return self._exchange(calls[0][0], [calls[0][1]], deadline_s)
         if not calls:
@@ -285,7 +286,7 @@ class BlockingDriver:
                 self.context.return_granted(peer, outcome.message)
 
     def _take_late(self) -> None:
-        """Look whether late replies have come: their leases are given back with the next notice."""
+        """Collect late replies, if any: their leases are returned with the next notice."""
         for _ in range(len(self._late)):
             try:
                 peer, connection = self._late.popleft()
@@ -304,7 +305,7 @@ class BlockingDriver:
             self._end(begun)
 
     def _call_side_by_side(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
-        """Send every call before the first answer is waited for."""
+        """Send every call before waiting for the first answer."""
         begun: list[_Begun] = []
         try:
             for peer, call in calls:
@@ -350,7 +351,7 @@ class BlockingDriver:
         return outcome
 
     def _end(self, begun: _Begun) -> None:
-        """What was begun is over."""
+        """Finish a call started by ``_begin``."""
         if isinstance(begun.pending, SentCall):
             begun.pending.close()
             self._put_back(begun.peer, begun.pending.connection)
@@ -373,7 +374,7 @@ class BlockingDriver:
                 raise
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
-        """Send all of ``calls`` on one connection, then take their answers."""
+        """Send all of ``calls`` on one connection, then receive their answers."""
         until_s = time.monotonic() + deadline_s
         try:
             connection = self._take(peer, until_s)
@@ -403,9 +404,9 @@ class BlockingDriver:
     # --- connections
 
     def _take(self, peer: PeerId, until_s: float, *, probes: bool = True) -> FastConnection:
-        """A connection for this thread alone; raises typed errors.
+        """Return a connection for the exclusive use of this thread; raises typed errors.
 
-        ``probes``: that of a suspect node is a new one, which the node has to greet before anything waits for it.
+        ``probes``: a suspect node gets a new connection, which it has to greet before anything waits for it.
         """
         pool = None if probes and self.context.nodes.is_suspect(peer) else self._idle.get(peer)
         while pool:
@@ -426,7 +427,7 @@ class BlockingDriver:
             return self._connect(peer, self._sessions.target(peer), until_s)
 
     def _forget_idle(self, peer: PeerId) -> None:
-        """Close the other connections to a master that is gone, or was restarted: they are dead, too."""
+        """Close the idle connections to a master that is gone or was restarted: they are dead, too."""
         if is_master(peer):
             for connection in self._idle.pop(peer, ()):
                 connection.close()
