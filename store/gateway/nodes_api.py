@@ -147,11 +147,11 @@ def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
 
 def _questions(api: APIRouter, gateway: Gateway) -> None:
-    """The routes that only ask."""
+    """Add the routes that only read."""
 
     @api.get("/v1/nodes", summary="List the store nodes", tags=["nodes"])
     async def nodes(request: Request) -> list[Row]:
-        """Where they are, what they hold, when they were last seen, how far a drain is."""
+        """Their addresses, contents, last signs of life and drain progress."""
         async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.nodes())
         return found
@@ -164,7 +164,7 @@ def _questions(api: APIRouter, gateway: Gateway) -> None:
 
     @api.get("/v1/tenants", summary="What each tenant holds and may hold", tags=["store"])
     async def tenants(request: Request) -> list[Row]:
-        """A tenant's own token tells of that tenant only."""
+        """A tenant's own token shows that tenant only."""
         async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.tenants())
         return found

@@ -130,20 +130,20 @@ class Deadline:
     now_s: Callable[[], float]
 
     def remaining_s(self) -> float:
-        """Return the end of a part of the operation that begins now and may take ``seconds``."""
+        """Return the seconds left, at least 0."""
         left_s = self.until_s - self.now_s()
         return left_s if left_s > 0.0 else 0.0
 
     def within(self, seconds: float) -> Deadline:
-        """Return the deadline for a peer: a little less than is left, so that its typed answer arrives in time."""
+        """Return the end of a part of the operation that begins now and may take ``seconds``."""
         return Deadline(min(self.until_s, self.now_s() + seconds), self.now_s)
 
     def remaining_ms(self) -> int:
-        """Return the time a put may wait for room at a node: less if there are ``num_others`` to try after it."""
+        """Return the deadline for a peer: a little less than is left, so that its typed answer arrives in time."""
         return max(1, int(self.remaining_s() * 900))
 
     def patience_ms(self, num_others: int) -> int:
-        """How long a node may have a put wait for room: less if there are ``num_others`` to try after it."""
+        """Return the time a put may wait for room at a node: less if there are ``num_others`` to try after it."""
         return max(1, int(self.remaining_s() * 900) // (1 + min(num_others, 2)))
 
 

@@ -1,21 +1,20 @@
 """All copying between nodes, decided in one place. Pure: announcements and the time in, orders out.
 
-Four reasons (see orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
-it is stopped; a node that is much emptier than the others is *filled*; a *hot* chunk, or one that somebody asked more
-holders for, gets them, and loses them when it cools. Orders ride on the answers to announcements, because nodes
-announce at least once a second anyway, and a finished copy is announced like any other chunk, so the directory stays
-the one truth.
+Four reasons (see orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before it
+is stopped; a node much emptier than the others is *filled*; a *hot* chunk, or one with a request for more holders, gets
+them, and loses them when it cools. Orders are sent with the answers to announcements, because nodes announce at least
+once a second anyway, and a finished copy is announced like any other chunk, so the directory stays the one truth.
 
-The planner walks over all keys in slices while somebody drains or is filled, else over the keys with several wanted
-replicas. Wanted replicas are what the put asked for; a holder that evicts its copy lowers that, because it judged the
-chunk not worth its place: only copies lost with their node are restored.
+The planner walks over all keys in slices while a node drains or is filled, otherwise over the keys with several wanted
+replicas. Wanted replicas are those of the put; a holder that evicts its copy lowers the number, because it judged the
+chunk not worth its space: only copies lost with their node are restored.
 
-A draining node is *drained* when a whole walk found none of its chunks without another holder, and the node has been
+A draining node is *drained* when a complete walk found none of its chunks without another holder, and the node has been
 quiet (nothing being written, everything announced) since before that walk began. One of several masters plans the
-copies of its own keys, at its share of the rate, and says of these alone that a node is drained; a range that came
+copies of its own keys, at its share of the rate, and reports a node as drained for these alone; a range that arrived
 meanwhile has to be walked over first.
 
-Worked example: replicas=2, A and B hold k, C is empty. B dies. The walk finds one holder where two are wanted, waits
+Worked example: replicas=2, A and B hold k, C is empty. B dies. The walk finds one holder instead of two, waits
 ``GRACE_S`` (B may be restarting, a put may be half-way), orders C to pull k from A; C announces k; done.
 """
 
@@ -59,7 +58,7 @@ HOT_KEYS_PERIOD_S = 1.0
 
 
 class Progress(NamedTuple):
-    """The progress of a draining node: chunks that no other node holds, and whether it may be stopped."""
+    """The progress of a draining node: chunks held by no other node, and whether it may be stopped."""
 
     num_unsafe: int
     drained: bool
@@ -78,7 +77,7 @@ class _Drain:
 
 @dataclass(slots=True)
 class _Extra:
-    """The extra copies that were made of a hot chunk, and when they last changed."""
+    """The extra copies of a hot chunk, and the time of their last change."""
 
     node_ids: list[str]
     changed_s: float
@@ -113,7 +112,7 @@ class CopyPlanner:
     # --- announcements of nodes
 
     def concerns(self, announcement: NodeAnnouncement) -> bool:
-        """Return whether ``heard`` has anything to do with ``announcement``."""
+        """Return whether ``announcement`` is of any concern to ``heard``."""
         return bool(
             announcement.replicated
             or announcement.hot
@@ -126,7 +125,7 @@ class CopyPlanner:
         )
 
     def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
-        """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
+        """Take an announcement's effects on copies, after the directory; return the orders for the node."""
         node_id = announcement.node_id
         self._wanted.update((key, min(wanted, MAX_REPLICAS)) for key, wanted in announcement.replicated)
         for key, version in announcement.removed:
@@ -155,9 +154,9 @@ class CopyPlanner:
         return found is not None and found.version == version and node_id in found.node_ids
 
     def _is_being_removed(self, key: str, found: FoundChunk, now_s: float) -> bool:
-        """Return whether a client is removing the chunk, so that it gets no copies; one that went away is helped out.
+        """Return whether a client is removing the chunk, which then gets no copies; finish for a client that left.
 
-        Else a draining node that holds the chunk would never be drained.
+        Otherwise a draining node that holds the chunk would never be drained.
         """
         if not self._directory.is_entombed(key, found.version):
             self._removing.pop(key, None)
@@ -191,7 +190,7 @@ class CopyPlanner:
             drain.num_unsafe = max(drain.num_unsafe - 1, 0)
 
     def ask(self, keys: Sequence[str], holders: int, for_s: float, now_s: float) -> int:
-        """Have ``holders`` nodes (MAX_HOT_HOLDERS at most) hold ``keys`` for ``for_s``; returns how many are known.
+        """Have ``holders`` nodes (MAX_HOT_HOLDERS at most) hold ``keys`` for ``for_s``; return how many are known.
 
         Raises InvalidRequest; see ReplicaRequests.
         """
@@ -199,7 +198,7 @@ class CopyPlanner:
         return self.requests.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
 
     def progress(self, node_id: str) -> Progress:
-        """The progress of the draining ``node_id``."""
+        """Return the progress of the draining ``node_id``."""
         drain = self._drains.get(node_id)
         if drain is None:  # it began this moment
             return Progress(self._directory.num_chunks(node_id), drained=False)
@@ -209,7 +208,7 @@ class CopyPlanner:
     # --- the walks
 
     def walk(self, now_s: float, num_keys: int) -> None:
-        """Look at the next ``num_keys`` keys; called at every tick, once the directory is complete."""
+        """Check the next ``num_keys`` keys; called at every tick, once the directory is complete."""
         nodes = self._directory.candidates()
         self.orders.share = len(self._directory.owned) / NUM_RANGES
         self.orders.expire(now_s)
@@ -225,7 +224,7 @@ class CopyPlanner:
             self._walk_wanted(nodes, now_s, num_keys)
 
     def _notice(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
-        """Notice nodes that came, went, began or ended to drain, or are much emptier than the others."""
+        """Detect nodes that joined, left, began or ended draining, or are much emptier than the others."""
         self.orders.forget_nodes(nodes)
         draining = {node_id for node_id, node in nodes.items() if node.draining}
         for node_id in self._drains.keys() - draining:
@@ -292,7 +291,7 @@ class CopyPlanner:
                 return
 
     def _examine(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> bool:
-        """Order what ``key`` lacks; False if there was no room for that now."""
+        """Order the missing copies of ``key``; False if there was no room for that now."""
         on_its_way = self.orders.targets_of(key)
         safe = {node_id for node_id in found.node_ids if node_id not in self._drains} | on_its_way
         lacks = min(self._wanted.get(key, 1), self._num_takers) - len(safe)
@@ -335,7 +334,7 @@ class CopyPlanner:
         return True
 
     def _fill_with(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
-        """Move the chunk to a node that is being filled, if one lacks it and its fullest holder is fuller."""
+        """Move the chunk to a node being filled, if one lacks it and its fullest holder is fuller."""
         if not self._filling or self.orders.targets_of(key):
             return
         sources = [nodes[n] for n in found.node_ids if n in nodes and n not in self._drains and n not in self._filling]

@@ -1,11 +1,11 @@
-"""Where in a segment a run of bytes is cheapest to vacate: sums over frames of equal size, and no search over chunks.
+"""Cheapest window of a segment to vacate: sums over frames of equal size, without a search over chunks.
 
-The segment is cut into at most ``MAX_FRAMES`` frames of a power of two. Of each frame are known the bytes that are free
-and those that are *loose*: held by residents that can be made to go elsewhere. What is neither stays where it is
-(reservations, write buffers, what is leased), and a window with such bytes cannot be vacated. The cost of a window, a
-run of whole frames, is the bytes of its residents, those included that reach over its two ends.
+The segment is divided into at most ``MAX_FRAMES`` frames of a power of two. Each frame has a count of its free bytes
+and of its *loose* bytes: held by residents that can be moved or dropped. All other bytes are fixed (reservations, write
+buffers, leased chunks), and a window with such bytes cannot be vacated. The cost of a window, a run of whole frames, is
+the bytes of its residents, including those that extend over its two ends.
 
-Example, frames of 1 MiB: a frame with three residents of 300 KiB, of which the last reaches 100 KiB into the next
+Example, frames of 1 MiB: a frame with three residents of 300 KiB, of which the last extends 100 KiB into the next
 frame, has 924 KiB free or loose as 124 + 800, and costs 900 KiB as a window of its own.
 
 Each change is O(1) for a range inside one frame; ``cheapest`` is a few vector operations over all frames, 0.15 ms.
@@ -24,7 +24,7 @@ _LONG = 16
 
 
 class Window(NamedTuple):
-    """[start, end) of the segment. ``spill_bytes``: of residents inside, what reaches over its two ends."""
+    """[start, end) of the segment. ``spill_bytes``: bytes of residents inside that extend over its two ends."""
 
     start: int
     end: int
