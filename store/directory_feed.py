@@ -33,11 +33,11 @@ __all__ = ["DirectoryEvent", "DirectoryEventKind", "follow_directory"]
 
 _log = structlog.get_logger(__name__)
 _RETRY_S = 0.2
-#: Time until a token that was refused is shown again: somebody has to do something first.
+#: Time until a refused token is presented again: somebody has to act first.
 _REFUSED_S = 5.0
-#: Batches of all streams that wait for the follower's user; then the streams wait.
+#: Batches of all streams waiting for the follower's user; beyond it the streams wait.
 _MAX_BATCHES = 16
-#: Seconds without a beat after which a master counts as lost: one of several, and an only one, which nobody replaces.
+#: Seconds without a beat after which a master counts as lost: one of several, and a single one without replacement.
 _SILENCE_S, _SILENCE_OF_ONE_S = 2.5, 20.0
 
 
@@ -176,7 +176,7 @@ class _Feed:
             return
         asked = {owner for owner in known.owners if owner is not None}
         if self._masters.in_etcd:
-            with suppress(MasterUnavailable):  # nobody leads now
+            with suppress(MasterUnavailable):  # there is no leader now
                 asked.add(await self._finder.find())
         else:
             asked.update(self._masters.addresses)

@@ -25,7 +25,7 @@ from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, bits_of, ran
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.types import Address
 
-#: Pairs of a key and a holder that are remembered, about 150 bytes each.
+#: Pairs of a key and a holder to remember, about 150 bytes each.
 MOST_KEYS = 1 << 20
 #: Keys of one event.
 _EVENT_KEYS = 8192
@@ -33,8 +33,7 @@ _K = DirectoryEventKind
 
 
 class EventCursor:
-    """The last known event of one master; the follower knows everything up to it of the ranges ``synced``, a bit
-    each."""
+    """The last known event of one master: all events up to it are known for the ranges ``synced``, a bit each."""
 
     def __init__(self, master_generation: int = 0, sequence: int = 0, synced: int = 0) -> None:
         self.master_generation, self.sequence, self.synced = master_generation, sequence, synced
@@ -157,8 +156,8 @@ class FollowedRanges:
         self._streams = {}
         self._keys: KnownKeys | None = KnownKeys()
         self._begun = 0  # ranges of which a snapshot has begun
-        self._known = 0  # those of which the user was told of a key
-        self._coming = 0  # ranges of which a snapshot is on its way
+        self._known = 0  # those of which a key was reported to the user
+        self._coming = 0  # ranges with an incoming snapshot
         self._was_reset = self._was_synced = False
         self._sequence = 0
 
@@ -201,7 +200,7 @@ class FollowedRanges:
         owner, last = self.map.owners[0], next(iter(self._streams.values()), None)
         if owner is None or (last is not None and last.is_open and last.owner == owner):
             return []
-        cursor = EventCursor() if last is None else last.cursor  # the master says whether it is the same one
+        cursor = EventCursor() if last is None else last.cursor  # the master reports whether it is the same one
         self._streams = {owner: OwnerStream(owner, dict.fromkeys(range(NUM_RANGES), 0), cursor, is_whole=True)}
         return list(self._streams.values())
 
@@ -235,7 +234,7 @@ class FollowedRanges:
         for event in events:
             changes += self._changes(stream, event, is_change=bool(first))
             if not self.is_current(stream):
-                return []  # everything begins again
+                return []  # everything restarts
         if self._keys is not None and self._keys.num_keys > self._most_keys:
             self._keys = None
         return self._with_reset(changes)

@@ -20,10 +20,10 @@ from tanghulu.store.protocol.messages import Verified, VerifiedPage
 class Kind(Enum):
     """The kinds of damage that a check finds."""
 
-    CORRUPT = "corrupt"  # the bytes are not what the checksums say
-    MISSING = "missing"  # the directory says that the node holds it, the node does not
-    UNLISTED = "unlisted"  # the node holds it, the directory does not know
-    SILENT = "silent"  # the node did not answer, so its chunks were not looked at
+    CORRUPT = "corrupt"  # the bytes do not match the checksums
+    MISSING = "missing"  # the directory lists the node as a holder, but the node lacks the chunk
+    UNLISTED = "unlisted"  # the node holds it, the directory does not list it
+    SILENT = "silent"  # the node did not answer, so its chunks were not checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class CheckFinding:
 _PAGE_DEADLINE_S = 10.0
 
 
-#: A callback that gets the number of nodes looked at, and of all nodes.
+#: A callback that gets the number of checked nodes, and of all nodes.
 Progress = Callable[[int, int], None]
 
 
@@ -108,7 +108,7 @@ def _look(
             progress(number, len(views))
         try:
             held[view.id] = yield from _held_by(view.id, drop_corrupt=drop_corrupt, report=report)
-        except (NodeUnavailable, DeadlineExceeded):  # it stands still, or has just gone
+        except (NodeUnavailable, DeadlineExceeded):  # it is stalled, or has just left
             silent.append(CheckFinding(Kind.SILENT, view.id, ""))
     listing: list[KeyInfo] = yield asking("list_keys")
     return silent + compare(listing, held), sum(map(len, held.values()))

@@ -26,7 +26,7 @@ class Pause:
     seconds: float
 
 
-#: Of either client: both have the same methods.
+#: Either client: both have the same methods.
 Question = Callable[[Any], Any]
 Order = Generator[Question | Pause, Any, T]
 

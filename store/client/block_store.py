@@ -29,17 +29,17 @@ _log = logging.getLogger(__name__)
 
 LOAD_DEADLINE_S: Final = 5.0
 SAVE_DEADLINE_S: Final = 10.0
-#: Lookups that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
+#: Consecutive failed lookups before the store is left alone; for transfers one is enough, it took a whole deadline.
 MAX_FAILED_LOOKUPS: Final = 3
 MAX_FAILED_TRANSFERS: Final = 1
 FIRST_REST_S: Final = 1.0
 MAX_REST_S: Final = 30.0
-#: Transfers are cut into calls of this many keys, so that no answer is larger than a node gives at once.
+#: Transfers are cut into calls of this many keys, so that no answer is larger than a node sends at once.
 KEYS_PER_CALL: Final = 256
 
-#: Errors of one key with which the store has answered.
+#: Errors of one key that show the store to be answering.
 _ANSWERS = (ChunkNotFound, StoreFull, InvalidRequest)
-#: Errors of one key that every other key would meet, too, after as long a wait.
+#: Errors of one key that every other key would meet, too, after the same wait.
 _STORE_AWAY = (MasterUnavailable, DirectoryIncomplete, DeadlineExceeded)
 
 
@@ -229,7 +229,7 @@ class BlockStore:
         except TanghuluError as error:
             self._count(**{f"{kind}_failed": 1})
             outcomes = [error] * len(keys)
-        except BaseException:  # an interrupt or a bug: the breaker would wait for the outcome; raised on
+        except BaseException:  # an interrupt or a bug: otherwise the breaker would wait for the outcome; re-raised
             breaker.failed()
             raise
         else:

@@ -14,7 +14,7 @@ from tanghulu.store.protocol.directory_messages import NodeView as NodeView
 from tanghulu.store.protocol.types import Pin
 
 MAX_REPLICAS = 64
-MAX_TTL_S = 49 * 24 * 3600.0  # what 32 bits of milliseconds hold
+MAX_TTL_S = 49 * 24 * 3600.0  # the limit of 32 bits of milliseconds
 
 
 @dataclass(slots=True)  # not frozen: see Status
@@ -26,7 +26,7 @@ class PutItem:
     checksums: Checksums = NO_CHECKSUMS
 
 
-@dataclass(slots=True)  # not frozen: one is made for every put, and freezing makes it a microsecond dearer
+@dataclass(slots=True)  # not frozen: one is created for every put, and freezing costs a microsecond more
 class Status:
     """The outcome of one put.
 

@@ -19,9 +19,9 @@ WAIT_S = 10.0
 ENGINE_ANSWER_S = 1.0
 TRANSPORTS = ("shm", "ucx", "tcp")
 
-#: Longer deadlines, and infinite ones, are taken for this; nodes refuse longer ones.
+#: Longer deadlines, and infinite ones, are reduced to this; nodes refuse longer ones.
 MAX_DEADLINE_S = 24 * 3600.0
-#: What a call may take that is not to wait: its answer has to come all the same.
+#: Time of a call that is not to wait: its answer still has to arrive.
 AT_ONCE_S = 0.05
 
 
@@ -40,7 +40,7 @@ class Settings:
     ``client_id`` identifies this client to the nodes; it cannot be guessed.
     """
 
-    master: Masters  # and what to show there
+    master: Masters  # and the credentials to present there
     transport: str | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
     place: str = ""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MAGIC = b"THTENSOR"
 _HEAD = struct.Struct("<8sI")
 _ALIGNMENT = 64
-#: A shape of more than a thousand dimensions is none.
+#: A shape of more than a thousand dimensions is invalid.
 MAX_HEADER_BYTES = 16 << 10
 
 

@@ -13,11 +13,11 @@ from tanghulu.runtime.scraping import Samples, summed
 
 T = TypeVar("T")
 
-#: Samples that are kept, one a second: five minutes.
+#: Number of samples kept, one a second: five minutes.
 MAX_SAMPLES = 300
-#: Seconds before now that the figures of now cover.
+#: Seconds covered by the current figures.
 WINDOW_S = 60.0
-#: Events that are kept.
+#: Number of events kept.
 MAX_EVENTS = 200
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-#: Between two events of a stream.
+#: Seconds between two events of a stream.
 PERIOD_S = 1.0
-#: Points of a chart, and rows of a list that may be long.
+#: Points of a chart, and rows of a possibly long list.
 MAX_POINTS = 100
 MAX_SHOWN = 50
 
@@ -32,8 +32,7 @@ def once(state: Mapping[str, Any]) -> Response:
 
 
 def stream(state: Callable[[], Awaitable[Mapping[str, Any]]], goes_on: Callable[[], Awaitable[bool]]) -> Response:
-    """Return the page's data as server-sent events. ``goes_on`` waits for the next, and returns whether there is
-    one."""
+    """Return the page's data as server-sent events. ``goes_on`` waits for the next, and returns if there is one."""
 
     async def events() -> AsyncIterator[bytes]:
         while True:

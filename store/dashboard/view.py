@@ -15,7 +15,7 @@ from tanghulu.store.dashboard.history import EventLog, StoreCounters, StoreHisto
 from tanghulu.store.dashboard.page import MAX_POINTS, MAX_SHOWN
 from tanghulu.version import __version__
 
-#: Seconds for which a state is shown to all watchers before the nodes are asked again.
+#: Seconds for which a state is shown to all watchers before the nodes are called again.
 FRESH_S = 1.5
 _DEADLINE_S = 3.0
 
@@ -34,7 +34,7 @@ class StoreView:
         others: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.events = EventLog()
-        #: All metrics of all processes that answered last.
+        #: All metrics of all processes that answered last time.
         self.samples: Samples = []
         self._list_nodes, self._list_tenants, self._others = list_nodes, list_tenants, others
         self._credentials = credentials

@@ -47,8 +47,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def holding_bytes(self, size_bytes: int) -> Iterator[None]:
-        """Count ``size_bytes`` inside the block; one value above the bound has room when nothing else is in
-        progress."""
+        """Count ``size_bytes`` inside the block; one value above the bound is admitted when it is the only one."""
         with self.holding_what_comes() as come:
             come(size_bytes)
             yield
@@ -109,10 +108,10 @@ class Bounded:
                 if not scope["path"].startswith(VALUES):
                     await exchange.take_body()
                 await self._app(scope, exchange.receive, exchange.send)
-        except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # those of the application are answered inside
+        except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # errors of the application are answered inside
             await answer_to(error)(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
-            pass  # nobody is left to be answered
+            pass  # no client is left to answer
         self._metrics.note(scope, exchange.status, time.monotonic() - began_s)
 
 
@@ -124,7 +123,7 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._body = IncomingBody(scope, receive, stall_s)
-        self._taken: Message | None = None  # the whole body, to be handed on
+        self._taken: Message | None = None  # the whole body, to be passed on
 
     async def take_body(self) -> None:
         """Read the whole body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""
@@ -145,7 +144,7 @@ class _Exchange:
         """Send the next piece of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self._body.num_left > _MAX_DROPPED_BYTES and self.status != REQUEST_TIMEOUT:  # that one closes by itself
+            if self._body.num_left > _MAX_DROPPED_BYTES and self.status != REQUEST_TIMEOUT:  # it closes by itself
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await self._send(message)
 

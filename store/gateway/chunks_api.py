@@ -22,7 +22,7 @@ from tanghulu.store.gateway.values_api import check_for_change
 from tanghulu.web.routes import rest
 
 Row = dict[str, Any]
-#: A pattern that takes longer for a page of keys is one of those that never end.
+#: A pattern that takes longer for a page of keys would probably never end.
 _MATCH_S = 3.0
 
 
@@ -55,8 +55,7 @@ def router(gateway: Gateway) -> APIRouter:
         prefix: Annotated[str | None, Query(description="every key that begins so; not empty")] = None,
         regex: Annotated[str | None, Query(description="every key that this is found in; `^` removes all")] = None,
     ) -> Row:
-        """Give one of the two. When the time is up (504) removed chunks stay removed: repeat the request to
-        continue."""
+        """Give one of the two. When the time is up (504) removed chunks stay removed: repeat to continue."""
         if bool(prefix) == bool(regex):
             raise InvalidRequest("give either prefix= or regex=, not empty; regex=^ removes everything")
         with gateway.removals.holding():
@@ -90,7 +89,7 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
             patience.left_s()
     if total.failure is not None:
         raise total.failure
-    return RemovalOutcome(total.num_removed).row()  # who was faster with a key that is listed does not matter
+    return RemovalOutcome(total.num_removed).row()  # it does not matter which request removed a listed key first
 
 
 MAX_PATTERN = 4096
@@ -119,7 +118,7 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
         *(sys.executable, "-I", "-S", "-c", _TRY, str(int(within_s) + 2)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={},  # a token may stand in this process's
+        env={},  # this process may have a token in its environment
     )
     try:
         async with asyncio.timeout(within_s):

@@ -31,9 +31,9 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _log = structlog.get_logger(__name__)
-#: Keys that are asked for, or removed, in one call.
+#: Keys requested, or removed, in one call.
 KEYS_PER_PAGE = 8192
-#: How often a token in use is shown to the master.
+#: Interval at which a token in use is presented to the master.
 VERIFY_S = 1.0
 _VERIFY_DEADLINE_S = 1.0
 _SWEEP_S = 5.0
@@ -43,8 +43,7 @@ class GatewayClient(AsyncClient):
     """A client of the store for one token."""
 
     async def key_page(self, prefix: str, after: str, limit: int = KEYS_PER_PAGE) -> tuple[list[KeyInfo], bool]:
-        """Return up to ``limit`` keys with ``prefix``, in order behind the key ``after``, and whether there are
-        more."""
+        """Return up to ``limit`` keys with ``prefix``, in order behind ``after``, and whether there are more."""
         if after:
             validate_key(after)
         deadline = self._deadline(None)
@@ -202,7 +201,7 @@ class Clients:
         except Unauthorized:
             self._close(self._cache.drop(credentials, client))
             raise
-        except TanghuluError as error:  # reads of what is known where go on without a master
+        except TanghuluError as error:  # reads of known keys continue without a master
             _log.debug("gateway.not_verified", error=error.message)
 
     async def _taken(self, credentials: Credentials) -> GatewayClient:
@@ -215,12 +214,12 @@ class Clients:
             if opening is None:
                 opening = self._opening[credentials] = asyncio.create_task(self._open(credentials))
                 opening.add_done_callback(lambda task: self._opened(credentials, task))
-            await asyncio.shield(opening)  # who hangs up meanwhile does not end it for the others
+            await asyncio.shield(opening)  # a client that disconnects meanwhile does not end it for the others
 
     def _opened(self, credentials: Credentials, opening: asyncio.Task[None]) -> None:
         del self._opening[credentials]
         if not opening.cancelled():
-            opening.exception()  # those who wait for it raise it; there may be none left
+            opening.exception()  # waiters raise it; there may be none left
 
     async def _open(self, credentials: Credentials) -> None:
         client = GatewayClient(Settings(master=self.masters.showing(credentials), deadline_s=self._deadline_s))

@@ -21,7 +21,7 @@ from tanghulu.store.gateway.metrics import DASHBOARD_EVENTS_ROUTE
 from tanghulu.web.access import LOGIN, LoginPage
 
 COOKIE = "tanghulu_token"
-#: Tokens whose figures of the last minutes are kept.
+#: Number of tokens whose figures of the last minutes are kept.
 MAX_VIEWS = 32
 _PAGE = LoginPage("token", "Token", COOKIE)
 
@@ -135,5 +135,5 @@ class _Stream(Response):
         except Unauthorized:
             return False
         except TanghuluError:
-            pass  # the page says that the master does not answer
+            pass  # the page shows that the master does not answer
         return not self._gateway.stopping.is_set()

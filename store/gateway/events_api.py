@@ -23,10 +23,10 @@ from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import EVENTS_ROUTE
 
 _log = structlog.get_logger(__name__)
-#: Silent periods of VERIFY_S each after which a beat is sent.
+#: Silent periods of VERIFY_S after which a beat is sent.
 _BEAT_AFTER = 15
 _BEAT = ": beat\n\n"
-#: The key that is asked for to learn whether the token may read; any key will do.
+#: The key requested to learn whether the token may read; any key will do.
 _PROBE = "events"
 _SCHEMA = {200: {"content": {"text/event-stream": {}}, "description": "events without end"}}
 
@@ -78,7 +78,7 @@ class _EventsReply(Response):
 
     async def _texts(self, client: GatewayClient, credentials: Credentials) -> AsyncIterator[str]:
         masters = self._gateway.clients.masters.showing(credentials)
-        yield _BEAT  # the header goes at once
+        yield _BEAT  # the header is sent at once
         stopping = asyncio.create_task(self._gateway.stopping.wait())
         try:
             async with aclosing(cast(Any, follow_directory(masters, self._prefix))) as batches:

@@ -27,10 +27,10 @@ from tanghulu.web.access import RouteRights
 from tanghulu.web.routes import checked_target
 from tanghulu.web.server import Server
 
-#: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
+#: Time for a client to send the whole header of a request, and to complete the TLS handshake before.
 HEADER_S = 10.0
 _READY_DEADLINE_S = 2.0
-#: Tokens, and no API keys, say what a caller may do.
+#: A caller's rights are decided by tokens, not by API keys.
 _NO_KEYS = RouteRights({})
 _ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
 `Authorization: Bearer TOKEN`, with its rights; an operator's token acts for the tenant in `Tanghulu-Tenant`. Keys stand
@@ -107,7 +107,7 @@ async def _missing(gateway: Gateway) -> list[str]:
         async with gateway.clients.of(own) as client:
             views = await client.nodes_now(min(_READY_DEADLINE_S, gateway.config.deadline_s))
     except Unauthorized as error:
-        # A gateway without a token of its own serves those who bring theirs: it is enough that the master answers.
+        # A gateway without a token of its own serves callers that bring theirs: it is enough that the master answers.
         return [error.message] if own.shown else []
     except TanghuluError as error:
         return [error.message]

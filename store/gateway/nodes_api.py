@@ -82,8 +82,7 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
         node: str,
         wait_s: Annotated[float, Query(ge=0, description="seconds to wait until it may be stopped")] = 0.0,
     ) -> Row:
-        """The node takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if it takes
-        longer)."""
+        """The node takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if too long)."""
         if wait_s > gateway.config.request_s:
             raise InvalidRequest(f"wait_s={wait_s:g} is longer than a request may take: {gateway.config.request_s:g} s")
         order = orders.drain(node, wait=wait_s > 0, timeout_s=wait_s)

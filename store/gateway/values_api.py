@@ -89,7 +89,7 @@ def router(gateway: Gateway) -> APIRouter:
             await _refuse_too_large(gateway, store, size_bytes)
             await check_for_change(request, store, key)
             with gateway.values.holding_what_comes() as come:
-                body = np.empty(size_bytes, np.uint8).data  # memory that costs nothing until it is written
+                body = np.empty(size_bytes, np.uint8).data  # memory without cost until it is written
                 await read_into(request.receive, body, come)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
         if status.existed and (request.headers.get("if-none-match") or "").strip() == "*":

@@ -22,14 +22,14 @@ from tanghulu.store.master.replication.planner import CopyPlanner
 from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
 from tanghulu.types import Role
 
-#: Bytes of changes of instances that are kept for watchers.
+#: Bytes of changes of instances kept for watchers.
 MEMBERS_BYTES = 8 << 20
 _EVENT_BYTES = 64
 #: Rate at which copies may move through one node.
 COPY_RATE_BYTES_S = float(256 << 20)
 #: A node is gone if its connection broke and it neither connects nor renews its lease within this time.
 LOST_GRACE_S = 1.0
-#: A tick that comes so late means that the master stood still, not that everybody else died.
+#: A tick this late means that the master was stopped, not that all others died.
 STALL_S = 0.5
 #: Tenants that one node may name.
 MAX_TENANTS = 4096
@@ -77,7 +77,7 @@ class Master:
         self._rebuild_s = rebuild_s
         self._copy_rate_bytes_s = copy_rate_bytes_s
         self._rng = rng or Random(generation)
-        self._connections: Counter[str] = Counter()  # over which nodes announce
+        self._connections: Counter[str] = Counter()  # announcement connections of nodes
         self.begin(generation, now_s)
 
     def begin(self, generation: int, now_s: float) -> None:
@@ -133,7 +133,7 @@ class Master:
         Raises InvalidRequest, Conflict or Overloaded.
         """
         lease_id = self.leases.register(instance, ttl_s, now_s, owner)
-        if self._shares:  # etcd tells every master
+        if self._shares:  # etcd notifies every master
             if instance.role is Role.NODE:
                 self._came.add(instance.id)
         elif instance.role is Role.NODE:
@@ -144,7 +144,7 @@ class Master:
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float, owner: str = "") -> bool:
         """Renew a lease; False makes the instance register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s, owner):
-            self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing where etcd tells of the nodes
+            self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing if etcd has the nodes
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
@@ -159,8 +159,7 @@ class Master:
         return True
 
     def connection_made(self, node_id: str, now_s: float) -> None:
-        """Record that a node is alive: it announced over a new connection, and may have missed an answer over the
-        last."""
+        """Record that a node is alive: it announced over a new connection, and may have missed an answer."""
         self._connections[node_id] += 1
         self.leases.prolong(node_id, now_s)
         self.copies.orders.repeat_drops(node_id)

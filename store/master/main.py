@@ -100,7 +100,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     try:
         await _first(process.stopping, tasks)
     finally:
-        for task in tasks:  # resigning first: the others elect while this one says good-bye
+        for task in tasks:  # resigning first: the others elect while this one shuts down
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await fast_port.close(grace_s=0.2)

@@ -22,11 +22,11 @@ from tanghulu.store.protocol.terms import Term
 
 _log = structlog.get_logger(__name__)
 TICK_S = 0.05
-#: Keys that are swept in one go, about 4 ms; other calls get their turn in between.
+#: Keys swept in one step, about 4 ms; other calls are served in between.
 SWEEP_KEYS = 1000
-#: Keys that the copy planner looks at in a tick while there is anything to copy, about as long.
+#: Keys checked by the copy planner in a tick while there is anything to copy, about the same time.
 WALK_KEYS = 1000
-#: As often a directory that is not complete yet says so, and which nodes it waits for, the first of them.
+#: Interval at which an incomplete directory logs that, with the first of the nodes that it waits for.
 INCOMPLETE_S = 5.0
 MAX_NAMED = 8
 

@@ -71,18 +71,18 @@ from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
-#: How often write buffers are looked at while they are used.
+#: Interval of checks of write buffers in use.
 _POLL_S = 0.002
 #: Seconds that a start waits for a master that went away meanwhile before it serves without it.
 _FIRST_CONTACT_S = 2.0
-#: What a node evicts ahead of need in one tick: without an SSD tier, and with one, to which it copies all that.
+#: Bytes evicted ahead of demand in one tick: without an SSD tier, and with one, to which all of it is copied.
 _EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
-#: Chunks that go down to the SSD at a tick: each costs the loop a tenth of a millisecond.
+#: Chunks demoted to the SSD per tick: each costs the loop a tenth of a millisecond.
 _SEND_AHEAD_CHUNKS = 64
 #: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
 #: copies.
 _MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
-#: Of a range that comes into use this much is touched at once: 20 ms of the loop where all of it is new.
+#: Part of a newly used range touched at once: 20 ms of the loop if all of it is new.
 _MOST_TOUCHED_BYTES = 64 << 20
 
 
@@ -263,7 +263,7 @@ class Node:
                 self._registration = entering
                 await asyncio.wait([entering], timeout=_FIRST_CONTACT_S)
                 if entering.done():
-                    entering.result()  # a node that the master will never let in does not start
+                    entering.result()  # a node that the master will never admit does not start
                 instance_id = self._process.instance_id(address.port)
                 running = [self._reporter.run(instance_id), self._tick(), self._copier.run()]
                 if self._authorizer is not None:
@@ -337,8 +337,7 @@ class Node:
         )
 
     async def _drain(self, draining: bool) -> None:
-        """Refuse new chunks, or accept them again, and inform the master. Raises MasterUnavailable; it is informed
-        later."""
+        """Refuse new chunks, or accept them again, and inform the master, later if this raises MasterUnavailable."""
         self.state.drain(draining)
         self._room_changed()
         if self._registration is not None:

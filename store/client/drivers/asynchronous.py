@@ -82,7 +82,7 @@ class AsyncioDriver:
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
-        self._num_notices = 0  # notices that have not been answered
+        self._num_notices = 0  # unanswered notices
         self._notices_answered = asyncio.Event()
         self._notices_answered.set()
         self._closed = False
@@ -115,7 +115,7 @@ class AsyncioDriver:
             result: T = end.value
             return result
         except BaseException:
-            logic.close()  # a cancelled call, too, has the logic give up what it has taken
+            logic.close()  # the logic releases what it has taken after a cancelled call, too
             raise
         finally:
             if self.context.leases.dropped:
@@ -160,7 +160,7 @@ class AsyncioDriver:
         self._closed = True
         if self._flushing is not None:
             await self._flushing
-        with contextlib.suppress(TimeoutError):  # of what is closed before, a node may lose what it has not read yet
+        with contextlib.suppress(TimeoutError):  # a node may lose unread calls of connections closed earlier
             await asyncio.wait_for(self._notices_answered.wait(), self.settings.deadline_s)
         connections, self._connections = self._connections, {}
         for connection in connections.values():
@@ -232,7 +232,7 @@ class AsyncioDriver:
             return result
 
     async def _sleep(self, seconds: float) -> None:
-        if self._closed:  # by another task: what this call would try again fails for ever
+        if self._closed:  # by another task: retries of this call would fail for ever
             refuse_closed(self._pid, "tanghulu.aio.connect")
         await asyncio.sleep(seconds)
 
@@ -243,7 +243,7 @@ class AsyncioDriver:
         tasks = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
         try:
             return await asyncio.gather(*tasks)
-        except BaseException:  # the task was cancelled; raised on
+        except BaseException:  # the task was cancelled; re-raised
             for (peer, _), task in zip(calls, tasks, strict=True):
                 self._abandon(peer, task)
             raise
@@ -253,10 +253,10 @@ class AsyncioDriver:
     ) -> Outcome:
         task = self._loop.create_task(self._exchange(node, call, deadline_s))
         try:
-            await asyncio.sleep(0)  # where there is a connection, the call has left then
+            await asyncio.sleep(0)  # if there is a connection, the call has left then
             meanwhile()
             return await task
-        except BaseException:  # the task was cancelled, say; all is raised on
+        except BaseException:  # the task was cancelled, for example; everything is re-raised
             self._abandon(node, task)
             raise
 
@@ -290,7 +290,7 @@ class AsyncioDriver:
         for position, (peer, call) in enumerate(calls):
             try:
                 connection = self._connections.get(peer)
-                if connection is None or connection.closed:  # a node that has lost the session hears what is held still
+                if connection is None or connection.closed:  # a node that lost the session receives the leases held
                     connection = await self._open(peer, deadline_s)
                 on_reply = partial(self._on_notice_reply, peer, call)
                 connection.send(call.method, call.request, call.reply_type, on_reply, call.attachment)
@@ -298,7 +298,7 @@ class AsyncioDriver:
                 self._notices_answered.clear()
             except TanghuluError:
                 continue
-            except BaseException:  # the task was cancelled: raised on
+            except BaseException:  # the task was cancelled: re-raised
                 self.context.requeue(calls[position:])
                 raise
 

@@ -64,13 +64,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
-#: Connections that are kept open to one peer; more threads than that open and close their own.
+#: Connections kept open to one peer; further threads open and close their own.
 MAX_IDLE = 16
 _MAX_THREADS = 16
-#: Broken connections that are kept for their late replies; beyond it the oldest is closed, and what it was granted
-#: stays so until this client's session ends.
+#: Broken connections kept for their late replies; beyond it the oldest is closed, and leases granted by it
+#: last until this client's session ends.
 MAX_LATE_CONNECTIONS = 256
-#: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
+#: Time for a connection even after the deadline; 0 would mean that it must not wait at all.
 MIN_CONNECT_S = 0.001
 
 
@@ -98,7 +98,7 @@ class BlockingDriver:
         finder = MasterFinder(settings.master)
         self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
-        self._late: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
+        self._late: deque[tuple[PeerId, FastConnection]] = deque()  # from which late replies are expected
         self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -133,7 +133,7 @@ class BlockingDriver:
             result: T = end.value
             return result
         except BaseException:
-            logic.close()  # an interrupt, too, has the logic give up what it has taken
+            logic.close()  # the logic releases what it has taken after an interrupt, too
             raise
         finally:
             if self.context.leases.dropped:
@@ -202,8 +202,7 @@ class BlockingDriver:
         self._engine.close()
 
     def dropped(self, client: object) -> None:
-        """Handle the loss of the last reference to ``client``: warn if it was not closed, and disconnect without
-        notice."""
+        """Handle the loss of the last reference to ``client``: warn if it was not closed, and disconnect silently."""
         if self._closed:
             return
         self._closed = True
@@ -222,7 +221,7 @@ class BlockingDriver:
 
     def _perform(self, effect: Effect, deadline: Deadline) -> Any:
         left_s = deadline.remaining_s()
-        if type(effect) is CallPeers:  # by far the commonest
+        if type(effect) is CallPeers:  # by far the most frequent
             calls = effect.calls
             if effect.meanwhile is not None:
                 return [self._call_meanwhile(*calls[0], left_s, effect.meanwhile)]
@@ -274,7 +273,7 @@ class BlockingDriver:
         futures = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
         try:
             outcomes = {peer: iter(future.result()) for peer, future in futures.items()}
-        except BaseException:  # an interrupt: what these peers granted, or will grant, goes back; it is raised on
+        except BaseException:  # an interrupt: leases that these peers grant, now or later, are returned; re-raised
             for peer, future in futures.items():
                 future.add_done_callback(partial(self._abandoned, peer))
             raise
@@ -340,7 +339,7 @@ class BlockingDriver:
         except TanghuluError as error:
             self._put_back(peer, connection)
             return _Begun(peer, error)
-        except BaseException:  # an interrupt: raised on
+        except BaseException:  # an interrupt: re-raised
             self._put_back(peer, connection)
             raise
 
@@ -369,7 +368,7 @@ class BlockingDriver:
                 if self.context.nodes.is_suspect(peer):
                     self.context.requeue([(peer, call)])
                 continue
-            except BaseException:  # an interrupt: raised on
+            except BaseException:  # an interrupt: re-raised
                 self.context.requeue(calls[position:])
                 raise
 

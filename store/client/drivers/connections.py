@@ -50,7 +50,7 @@ class NodeSessions:
         self._settings, self._context = settings, context
         self._welcomes: dict[PeerId, Welcome] = {}
         self._links: dict[tuple[SessionKey, bool], NodeLink] = {}  # by session, and whether it copies
-        self._of_others: dict[PeerId, str] = {}  # Unix paths of nodes at which, in this mount namespace, others listen
+        self._of_others: dict[PeerId, str] = {}  # Unix paths of nodes that belong to others in this mount namespace
 
     def target(self, peer: PeerId) -> Target:
         """Return the target as ``target_of`` does, but by TCP only if the Unix path here belongs to another node."""

@@ -26,9 +26,9 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.settings import Settings
 
-#: What goes within this time is given back together.
+#: Leases dropped within this time are returned together.
 _GATHER_S = 0.02
-#: One attempt at a node, and the pause before the next: one that stands still may go on.
+#: Time of one attempt at a node, and the pause before the next: a stalled one may recover.
 _ATTEMPT_S, _PAUSE_S = 5.0, 1.0
 
 
@@ -72,7 +72,7 @@ class LateLeases:
         except PeerSilent:
             return False
         except TanghuluError:
-            return True  # its process has ended, and all leases with it
+            return True  # its process has ended, and with it all leases
         try:
             for call in (self._sessions.hello(node, target), messages.unpin(lease_ids, 0, ())):
                 connection.call(call.method, call.request, call.reply_type, deadline_s=_ATTEMPT_S)
@@ -91,11 +91,11 @@ class _Worker:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._queue: SimpleQueue[LateLeases] = SimpleQueue()  # whose put() may interrupt itself, in a collection
-        _thread.start_new_thread(self._run, ())  # a client may be dropped in a collection, which Thread does not stand
+        _thread.start_new_thread(self._run, ())  # a client may be dropped in a collection, where Thread fails
 
     def take(self, late: LateLeases) -> None:
         late.on_drop(self._queue)
-        self._queue.put(late)  # what was dropped before that
+        self._queue.put(late)  # leases dropped before that
 
     def _run(self) -> None:
         while True:

@@ -19,7 +19,7 @@ def move(engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s
     except TanghuluError as error:
         if len(requests) == 1:
             return [error]
-    try:  # again, to learn which of them fail: the same bytes to the same places
+    try:  # again, to find the failing ones: the same bytes to the same places
         left_s = max(until_s - time.monotonic(), 0.0)
         return list(engine.submit(TransferBatch(requests)).wait(left_s).errors)
     except TanghuluError as error:

@@ -19,9 +19,9 @@ from tanghulu.store.protocol.directory_messages import NodesRequest, ReplicateRe
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
 from tanghulu.store.protocol.types import validate_keys
 
-#: A master that stands still is not waited for any longer; the others have answered.
+#: Longest wait for a stalled master; the others have answered.
 _MASTER_S = 2.0
-#: What fits into a message; the master and the nodes have bounds of their own.
+#: Limit of a message; the master and the nodes have bounds of their own.
 MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
 
 

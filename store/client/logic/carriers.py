@@ -36,7 +36,7 @@ from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
-#: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
+#: Part of a value checksummed before the node has made room: as much as fits into that time.
 AHEAD_BYTES = 4 << 20
 
 
@@ -44,9 +44,9 @@ AHEAD_BYTES = 4 << 20
 #
 #     value and checksum into the write buffer -> commit at the master -> accepted: publish the record -> done
 #
-# In this order a record is never published that the master did not accept, so the node may make a chunk of it whenever
-# it comes by. Whatever is not as usual goes another way: the master does not lead, or is rebuilding, or knows the key
-# as the node's own; there is no write buffer, or no room in it.
+# In this order a record is never published that the master did not accept, so the node may make a chunk of it at any
+# time. Every exception goes another way: the master does not lead, or is rebuilding, or knows the key as the node's
+# own; there is no write buffer, or no room in it.
 
 
 @dataclass(slots=True)
@@ -126,11 +126,11 @@ def _open_buffer(
 
 # --- transfer
 #
-#     RESERVE at the node; and meanwhile the checksum of the value's beginning, which brings that near
-#     transfer, with the checksum behind it; and meanwhile the commit at the master, if the client commits
+#     RESERVE at the node; meanwhile the checksum of the value's beginning, which brings that into the cache
+#     transfer, followed by the checksum; meanwhile the commit at the master, if the client commits
 #     COMMIT at the node: checksum, and whether the master has accepted it
 #
-# What moves together is added to the checksums right behind its move; a transfer through mapped memory does that by
+# Moved bytes are added to the checksums right after the move; a transfer through mapped memory does that by
 # itself, piece by piece (see ``transfer_engine.transports.shm.long_copy``).
 
 
@@ -144,8 +144,8 @@ class Filling:
     reservation: Reservation
     error: TanghuluError | None = None
     result: CommitResult = CommitResult.ASK_NODE
-    answered: bool = False  # by the node, that the range was committed or aborted
-    rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
+    answered: bool = False  # to the node, that the range was committed or aborted
+    rest: sums.Rest | None = None  # the checksums, of the bytes not covered yet
     _num_moved: int = 0
 
     def begin_checksum(self, part_bytes: int) -> None:
@@ -251,8 +251,7 @@ def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:
 
 
 def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[CommitCall | None, int]:
-    """Return the call that commits all ``fillings`` at the master, and the generation of their node; (None, 0): nodes
-    do."""
+    """Return the master call that commits all ``fillings``, and their node's generation; (None, 0): nodes commit."""
     node, num_nodes = fillings[0].node, len({each.node for each in fillings})
     mapped = context.mapped.get(node)
     lives = context.access(node, context.clock.now_s()) is Access.MAPPED

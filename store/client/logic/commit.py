@@ -31,14 +31,14 @@ class PutOp:
 
     new: NewChunk
     value: memoryview
-    pieces: tuple[memoryview, ...] = ()  # of a large value that lies in several; ``value`` is empty then
+    pieces: tuple[memoryview, ...] = ()  # of a large value in several pieces; ``value`` is empty then
     candidates: list[PeerId] = field(default_factory=list)
     placed: list[PeerId] = field(default_factory=list)
-    over_quota: list[PeerId] = field(default_factory=list)  # nodes that may take it a little later
+    over_quota: list[PeerId] = field(default_factory=list)  # nodes that may accept it a little later
     existed: bool = False
     error: TanghuluError | None = None
     done: bool = False
-    running: sums.RunningChecksums | None = None  # that has seen the beginning of the value
+    running: sums.RunningChecksums | None = None  # that covers the beginning of the value
 
     def take_result(self, node: PeerId, result: bool | TanghuluError) -> None:
         """Take the answer of ``node``: whether the key existed there, or why it did not accept the value."""

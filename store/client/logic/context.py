@@ -28,7 +28,7 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES
 
 
 def _versions() -> Iterator[int]:
-    # No two puts have the same. Random beginnings keep the versions of different clients apart; 2**20 puts per client
+    # No two puts share one. Random beginnings keep the versions of different clients apart; 2**20 puts per client
     # fit before they could meet.
     return itertools.count(secrets.randbits(43) << 20 | 1)
 

@@ -21,16 +21,16 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest
 from tanghulu.store.protocol.messages import MastersRequest
 
-#: A new master is given so long to hear of a first node.
+#: Seconds for a new master to learn of a first node.
 _NODELESS_TRIES = 12
 _NODELESS_PAUSE_S, _NODELESS_MOST_S = 0.05, 0.25
-#: Between two questions for a key that a rebuilding master does not know yet.
+#: Pause between two questions for a key unknown to a rebuilding master.
 _REBUILDING_PAUSE_S, _REBUILDING_MOST_S = 0.05, 0.5
-#: Between two questions for keys whose owner is away, or not known yet.
+#: Pause between two questions for keys whose owner is away, or not known yet.
 _UNOWNED_PAUSE_S, _UNOWNED_MOST_S = 0.05, 0.25
-#: The map is not waited for any longer: another master may tell it.
+#: Longest wait for the map: another master may have it.
 _MAP_S = 1.0
-#: Keys in one question to the master.
+#: Keys in one call to the master.
 KEYS_PER_LOCATE = 8192
 
 

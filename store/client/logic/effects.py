@@ -1,4 +1,4 @@
-"""The effects requested by the client's logic from its driver. The logic is a generator: it yields one, is sent the
+"""The effects requested by the client's logic from its driver. The logic is a generator: it yields one, is sent its
 result.
 
 The same logic runs under a blocking driver (threads, blocking sockets) and under an asyncio driver; neither decides
@@ -18,10 +18,10 @@ from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferRequest
 from tanghulu.types import Address
 
-#: Whom a call goes to: a node's instance id, MASTER, or an ``owner_peer``.
+#: Destination of a call: a node's instance id, MASTER, or an ``owner_peer``.
 PeerId = NewType("PeerId", str)
 MASTER = PeerId("")
-#: What the id of a master begins with that owns some ranges of keys.
+#: Prefix of the id of a master that owns some ranges of keys.
 OWNER = "@"
 
 
@@ -73,8 +73,7 @@ class Notify:
 
 @dataclass(slots=True)
 class OpenSegment:
-    """Open the node's segment. Result: NodeLink | TanghuluError; ``copies`` requests one that does not use a
-    mapping."""
+    """Open the node's segment. Result: NodeLink | TanghuluError; ``copies`` requests one that avoids mappings."""
 
     node: PeerId
     copies: bool = False
@@ -102,11 +101,11 @@ class Sleep:
 
 Effect: TypeAlias = CallPeers | Notify | OpenSegment | Transfer | Sleep
 T = TypeVar("T")
-#: A piece of the client's logic that ends with a T.
+#: A piece of the client's logic that returns a T.
 Logic: TypeAlias = Generator[Effect, Any, T]
 
 
-#: Copies through mapped memory come in portions of about this size, so that checksums find the bytes in the cache.
+#: Size of the portions of copies through mapped memory, so that checksums find the bytes in the cache.
 PORTION_BYTES = 2 << 20
 
 

@@ -48,14 +48,14 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, RELIED_S
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
-#: Keys in one GET. One GET per node is under way, so that neither side has to buffer many answers.
+#: Keys in one GET. One GET per node is in flight, so that neither side has to buffer many answers.
 KEYS_PER_GET = 1024
-#: Values up to this size are copied by means of a shared index; larger ones are worth a lease, which needs no copy.
+#: Values up to this size are copied by a shared index; larger ones are worth a lease, which needs no copy.
 MAX_COPIED_BYTES = MAX_INLINE_BYTES
-#: How often one get pins a key again whose lease ended before its bytes had come.
+#: Number of times that one get pins a key again whose lease ended before its bytes had arrived.
 MAX_PINNED_AGAIN = 3
-#: For how long holders that the master names are asked again when they have not got the chunk: as long as a putter may
-#: take from its word to the master until its node knows. Between two times are so many seconds, at first and at last.
+#: Seconds during which holders named by the master are asked again while they lack the chunk: the time that a putter
+#: may take from its commit at the master until its node knows; and the first and last pause between two requests.
 LATE_S = RELIED_S
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.03
 
@@ -75,14 +75,14 @@ class _Pinned:
     op: GetOp
     node: PeerId
     found: Found
-    begin: int = 0  # of the value, what is read: [begin, end)
+    begin: int = 0  # the part of the value to read: [begin, end)
     end: int = 0
-    arrived: Sequence[memoryview] = ()  # where its bytes are, or will be
+    arrived: Sequence[memoryview] = ()  # the place of its bytes, present or future
     error: TanghuluError | None = None
-    num_moving: int = 0  # transfers that have not ended
+    num_moving: int = 0  # unfinished transfers
     keeps_lease: bool = False
     given_back: bool = False
-    running: sums.RunningChecksums | None = None  # of what arrives
+    running: sums.RunningChecksums | None = None  # of the arriving bytes
 
     def matches(self) -> bool:
         """Return whether the received bytes match the checksums of the put."""
@@ -134,7 +134,7 @@ def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: 
     rebuilt = Rebuilt(directory_client.patience(context, deadline), directory_client.rebuilding_backoff(context))
     while open_ops:
         unknown = [op for op in open_ops if not op.holders]
-        # A master that is away is waited for when nothing else is left to do.
+        # An absent master is waited for when nothing else is left to do.
         yield from find_holders(context, deadline, rebuilt, unknown, waits=len(unknown) == len(open_ops))
         groups: dict[PeerId, list[GetOp]] = {}
         for op in open_ops:
@@ -155,7 +155,7 @@ def _look_locally(context: Context, op: GetOp) -> None:
         now_s = context.clock.now_s()
         for node in all_mapped if len(context.nodes.local_ids()) < 2 else _nearest_first(context, op.key):
             mapped = all_mapped.get(node)
-            if mapped is None:  # this client has not opened its memory: it is asked, and then opened
+            if mapped is None:  # this client has not opened its memory: it is called, and then opened
                 break
             entry = mapped.index.find(op.key, now_s)
             if entry is None:
@@ -226,7 +226,7 @@ def _take_located(context: Context, op: GetOp, nodes: Sequence[PeerId], *, incom
         context.locations.set(op.key, tuple(nodes))
     elif not incomplete:
         context.locations.forget(op.key)
-        op.failure = None  # the holder that failed is none any more
+        op.failure = None  # the failed holder is removed
 
 
 def _still_wanted(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[list[GetOp]]:
@@ -339,13 +339,13 @@ def _take_answer(
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
-    for op, answer in zip(ops, answers, strict=False):  # what it left out is asked for in the next round
+    for op, answer in zip(ops, answers, strict=False):  # omitted keys are requested in the next round
         if isinstance(answer, TanghuluError):
             _holder_failed(context, op, node, answer)
             continue
         found, value = answer
         if value is not None:
-            if not _take_inline(op, found, value):  # the node is told, as if it had been pinned
+            if not _take_inline(op, found, value):  # the node is notified, as if it had been pinned
                 pinned.append(_Pinned(op, node, found, error=mismatch(op.key, node, found)))
         else:
             context.leases.hold(node, found.lease_id)
@@ -401,7 +401,7 @@ def _take_inline(op: GetOp, found: Found, value: memoryview) -> bool:
     return True
 
 
-# --- values that are pinned on their node
+# --- values pinned on their node
 
 
 def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], None]) -> Logic[None]:

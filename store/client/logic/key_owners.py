@@ -47,7 +47,7 @@ from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Locatio
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import LeaseProofs, Term, TermFence
 
-#: What one master answered for the keys, or ranges, at these positions of a call.
+#: One master's answer for the keys, or ranges, at these positions of a call.
 Answer: TypeAlias = tuple[Sequence[int], Any]
 
 
@@ -141,8 +141,7 @@ class SplitCall:
         self.informant = MASTER
 
     def calls(self, owners: KeyOwners | None) -> list[tuple[PeerId, Call[Any]]]:
-        """Return the open parts by owner, without keys that have no owner now. None: a single master owns
-        everything."""
+        """Return the open parts by owner, without keys that have no owner. None: a single master owns everything."""
         if owners is None:
             self._parts = {MASTER: self._open}
         else:
@@ -246,7 +245,7 @@ def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKey
     end = min(ends) if ends else None
     keys: list[KeyInfo] = []
     in_order = heapq.merge(*(page.keys for page in pages), key=lambda info: info.key)
-    for key, same in groupby(in_order, key=lambda info: info.key):  # keys are unique but in answers that overlap
+    for key, same in groupby(in_order, key=lambda info: info.key):  # keys are unique except in overlapping answers
         if (end is not None and key > end) or (request.limit and len(keys) >= request.limit):
             return ListKeysReply(keys, more=True)
         keys.append(next(same))

@@ -14,7 +14,7 @@ from typing import Any
 
 from tanghulu.store.client.logic.effects import PeerId
 
-#: Reads that are reported to the nodes at the latest.
+#: Number of reads after which they are reported to the nodes.
 REPORT_READS = 64
 
 

@@ -22,17 +22,16 @@ from tanghulu.store.protocol.messages import ProveReply, ProveRequest
 from tanghulu.store.protocol.terms import Renewals, Term
 from tanghulu.types import Address
 
-#: A shorter wait for the master is not mentioned.
+#: A shorter wait for the master is not logged.
 _WORTH_MENTIONING_S = 0.1
 
 
 class MasterCalls:
-    """The calls of one client. ``answer_s``: seconds per answer; ``waits``: whether to wait for a lone absent
-    master."""
+    """The calls of one client. ``answer_s``: seconds per answer; ``waits``: whether to wait for a lone master."""
 
     def __init__(self, context: Context, finder: MasterFinder, answer_s: float, *, waits: bool) -> None:
         self.finder = finder
-        self.has_met_master = False  # set by the driver: only a master that was there is waited for
+        self.has_met_master = False  # set by the driver: only a master seen before is waited for
         self._context, self._now_s = context, context.clock.now_s
         self._answer_s, self._waits = answer_s, waits
 

@@ -27,10 +27,10 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk, validate_k
 from tanghulu.transfer_engine.core.buffers import Buffer, bytes_of
 
 T = TypeVar("T")
-#: What ``put_many`` takes.
+#: Arguments of ``put_many``.
 Items = Mapping[str, Any] | Iterable[PutItem | tuple[str, Any]]
 
-#: Buffers that may make one value.
+#: Buffers that may form one value.
 MAX_PIECES = 4096
 
 
@@ -361,8 +361,7 @@ def readable_pieces(values: Sequence[Any]) -> tuple[memoryview, ...]:
 
 
 def writable(buffer: Any) -> Buffer:
-    """Return ``buffer`` as the destination of a transfer. Raises InvalidRequest if it is read-only or not
-    contiguous."""
+    """Return ``buffer`` as a transfer's destination. Raises InvalidRequest if it is read-only or not contiguous."""
     named = buffer if isinstance(buffer, Buffer) else Buffer(buffer)
     if named.read_only:
         raise InvalidRequest("the buffer to read into is read-only")

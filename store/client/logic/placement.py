@@ -19,16 +19,16 @@ import xxhash
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import NodeView
 
-#: A list of nodes, and the master's advice, is believed for so long, and up to so much longer: many clients that began
+#: Lifetime of a list of nodes, and of the master's advice, and its random extension: many clients that began
 #: together do not ask together for ever.
 NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
-#: A node whose host did not answer is connected to by nobody for so long: each would wait as long again.
+#: Seconds for which no call connects to a node whose host did not answer: each would wait the same time again.
 SILENT_PAUSE_S = 5.0
 #: Seconds for a suspect node (see ``suspect``) to answer a probe before each call.
 PROBE_S = 0.5
 #: Seconds for which other nodes are preferred to a suspect one, which only gets calls that cannot wait.
 AVOID_S = 5.0
-#: Names of nodes that are remembered, those that left included.
+#: Names of nodes that are remembered, including those that left.
 MAX_SEEN = 1 << 14
 #: Keys whose nodes a client remembers, in 20 MB; others are looked up at the master.
 MAX_LOCATIONS = 1 << 16
@@ -59,7 +59,7 @@ class NodeTable:
         self._fresh_until_s = float("-inf")
         self._seen: set[PeerId] = set()
         self._silent_until_s: dict[PeerId, float] = {}
-        self._suspects: dict[PeerId, float] = {}  # until when others come before them
+        self._suspects: dict[PeerId, float] = {}  # end of the time in which others come before them
         self._avoided = frozenset[PeerId]()
         self._lock = threading.Lock()
 

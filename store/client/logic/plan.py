@@ -65,7 +65,7 @@ class Access(Enum):
     MAPPED = "mapped"  # it is mapped here, and the node lives
     NEAR = "near"  # the node is on this host; its memory is mapped with the first message
     MESSAGES = "messages"  # over tcp: values up to 1 MiB may travel inside messages
-    ENGINE = "engine"  # over UCX or verbs, which larger values are wanted to move by
+    ENGINE = "engine"  # over UCX or verbs, the preferred transports of larger values
 
     __hash__ = object.__hash__  # see Carrier
 
@@ -98,7 +98,7 @@ def plan(
     """
     size, alone = new.size_bytes, new.replicas == 1
     # A small value goes into the write buffer: no process but the master's has to wake. There is one value, of one
-    # replica, that all see; a node that the caller prefers is asked itself.
+    # replica, that all see; a node preferred by the caller is called itself.
     if (
         access is Access.MAPPED
         and size <= MAX_BUFFERED_BYTES
@@ -110,13 +110,13 @@ def plan(
         and fits_record(new, options.part_bytes)
     ):
         return BUFFER
-    # A small value goes inside the request: one round trip, and the node copies little. Over a socket that brings even
-    # 1 MiB sooner than a reservation, a transfer and a commit do. Several such values go together by the transfer
+    # A small value goes inside the request: one round trip, and the node copies little. Over a socket that delivers
+    # even 1 MiB sooner than a reservation, a transfer and a commit. Several such values go together by the transfer
     # engine, which moves all of them at once and has them committed by one call.
     if size <= MAX_INLINE_BYTES or (access is Access.MESSAGES and size <= MAX_MESSAGE_BYTES and not several):
         return INLINE
     # Through mapped memory the bytes arrive within some milliseconds unless the node has ended, and then its pending
-    # commits end, too: the client may commit ahead (see ``joint_committer``). Of replicas each node tells for itself.
+    # commits end, too: the client may commit ahead (see ``joint_committer``). Each replica is reported by its own node.
     if access in (Access.MAPPED, Access.NEAR) and alone and options.visible:
         return TRANSFER
     return PLAIN_TRANSFER

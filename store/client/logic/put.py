@@ -39,14 +39,14 @@ from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import format_size
 
-#: One slice of put_many: what is reserved and in flight at once.
+#: One slice of put_many: values reserved and in flight at once.
 SLICE_BYTES = 64 << 20
 SLICE_ITEMS = 1024
 #: One PUT request with small values.
 INLINE_CALL_BYTES = 1 << 20
-#: Before a put that exceeded its tenant's quota everywhere is tried again.
+#: Pause before a put that exceeded its tenant's quota everywhere is retried.
 QUOTA_PAUSE_S = 0.02
-#: After these a put is tried on another node; other errors are its result.
+#: Errors after which a put is tried on another node; other errors are its result.
 _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overloaded)
 
 
@@ -221,7 +221,7 @@ def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tup
         return advice
     request = PlaceRequest(size_bytes, options.replicas, options.prefer_node or "", context.place)
     (answer,) = yield CallPeers([(MASTER, methods.PLACE.call(request))], waits=False)
-    if isinstance(answer, TanghuluError):  # choose by ourselves among those that we know
+    if isinstance(answer, TanghuluError):  # choose among the known nodes ourselves
         return tuple(context.nodes.ids())
     nodes: list[NodeView] = answer.message.nodes
     context.nodes.learn(nodes)
@@ -265,7 +265,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
             take_reservations(context, node, own, answer, fillings)
         if fillings:
             yield from transfer_all(context, deadline, fillings, options)
-    finally:  # a call that is given up, too, keeps no range
+    finally:  # an abandoned call keeps no range either
         end_reservations(context, fillings)
 
 

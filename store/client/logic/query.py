@@ -35,20 +35,20 @@ from tanghulu.store.protocol.types import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
 KEYS_PER_CALL = 8192
-#: Of a listing.
+#: Keys on a page of a listing.
 MAX_LIMIT = 1 << 62
 #: match_prefix asks this many keys first, then doubles: short matches stay cheap.
 _FIRST_PREFIX_STEP = 1024
-#: What is left of a waiting call's time for its answer to come back; the master counts its time in steps of 0.05 s.
+#: Part of a waiting call's time reserved for its answer to come back; the master's clock has steps of 0.05 s.
 _SLACK_S = 0.1
-#: Before the deadline the master is asked for the last time: it answers at once.
+#: Time before the deadline of the last call to the master, which is answered at once.
 _LAST_S = 0.02
-#: One call waits so long at one of several owners, of which less than this is waited for one that stands still.
+#: Wait of one call at one of several owners, of which less than this is spent on a stalled one.
 OWNER_WAIT_S = ATTEMPT_S * 2 / 3
-#: Between two tries while no master answers, or while too many wait there.
+#: Pause between two tries while no master answers, or while too many callers wait there.
 _WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
-#: For so long a removal asks the master again about a holder that cannot be reached: a master may be lost with it, and
-#: its successor waits for nodes as long as their leases last. The pauses between two times, at first and at most.
+#: Seconds during which a removal asks the master again about an unreachable holder: a master may be lost with it, and
+#: its successor waits for nodes until their leases expire. The first and the longest pause between two tries.
 GONE_S = 10.0
 _GONE_PAUSE_S, _GONE_MOST_S = 0.02, 0.5
 

@@ -21,7 +21,7 @@ from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
 
-#: No value is longer.
+#: Longest possible value.
 MAX_VALUE_BYTES = (1 << 44) - 1
 
 
@@ -45,8 +45,7 @@ class Proof(Protocol):
         """See ``Digest``."""
 
     def holds(self) -> bool:
-        """Return whether the received bytes are right. If not, the checksums decide whether they are those of the
-        put."""
+        """Return whether the received bytes are right. If not, the checksums decide whether they match the put."""
 
 
 @dataclass(slots=True)
@@ -65,9 +64,9 @@ class GetOp:
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False
-    listed: bool = False  # the master named holders when it was asked last
-    num_late: int = 0  # how often they had not got it yet
-    late_s: float = 0.0  # when that was so first
+    listed: bool = False  # the master named holders in its last answer
+    num_late: int = 0  # number of times that they lacked it
+    late_s: float = 0.0  # time of the first one
     num_expired: int = 0
     failure: TanghuluError | None = None
     result: Chunk | int | TanghuluError | None = None

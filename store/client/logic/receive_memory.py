@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-#: Smaller values come from the heap, which uses its memory again by itself.
+#: Smaller values come from the heap, which reuses its memory by itself.
 MIN_BYTES = 1 << 20
-#: What a client keeps for the next values.
+#: Bytes kept by a client for the next values.
 MAX_IDLE_BYTES = 512 << 20
-#: A piece has one of eight sizes between two powers of two: at most an eighth of it is not used.
+#: A piece has one of eight sizes between two powers of two: at most an eighth of it is unused.
 _STEPS_LOG2 = 3
 _HUGE_BYTES = 4 << 20
 

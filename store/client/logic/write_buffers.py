@@ -12,11 +12,11 @@ from tanghulu.store.client.logic.effects import NodeLink, PeerId
 from tanghulu.store.protocol.shared_index import IndexReader
 from tanghulu.store.protocol.write_buffer import BufferPlace, BufferWriter
 
-#: A write buffer is asked for when two puts come within that time.
+#: A write buffer is requested when two puts come within that time.
 OFTEN_S = 1.0
-#: A node that had none to give is not asked again before that, unless for smaller values.
+#: A node that had none to give is not asked again within this time, except for smaller values.
 REFUSED_S = 0.1
-#: How much of a new write buffer is mapped at once, for the small values that will lie there.
+#: Part of a new write buffer that is mapped at once, for the first small values.
 TOUCHED_BYTES = 1 << 20
 
 
@@ -35,7 +35,7 @@ class OpenWriteBuffers:
     def __init__(self) -> None:
         self._open: dict[PeerId, BufferWriter] = {}
         self._last_s: dict[PeerId, float] = {}
-        self._refused: dict[PeerId, tuple[float, int]] = {}  # until when, for values from how many bytes on
+        self._refused: dict[PeerId, tuple[float, int]] = {}  # until when, for values of at least this many bytes
 
     def reserve(self, node: PeerId, size_bytes: int) -> tuple[BufferWriter, int] | None:
         """Reserve room for a value of that size in the open write buffer at ``node``; None if there is none."""

@@ -42,7 +42,7 @@ _VERSION_SHIFT = _HOLDER_BITS + _SIZE_BITS
 _VERSION_MASK = (1 << 64) - 1
 _MORE_SHIFT = _VERSION_SHIFT + 64
 _MORE_BITS = _HOLDER_BITS + 1
-#: An entry that is less has one holder.
+#: A smaller entry has one holder.
 _SEVERAL = 1 << _MORE_SHIFT
 
 
@@ -108,7 +108,7 @@ class DirectoryTable:
         if holder in holders and old_version == version:
             return Outcome.KEPT
         owner = self._owner(holder)
-        # Traces of other nodes' REPLACED inventories stay, dead as they are: the sweep has yet to tell the followers.
+        # Traces of other nodes' REPLACED inventories stay, though dead: the sweep has yet to report them to followers.
         others = [h for h in holders if self._owner(h) != owner and self._state(h) is not InventoryState.GONE]
         mine = any(self._state(h) is InventoryState.LIVE and self._owner(h) == owner for h in holders)
         if old_version == version:

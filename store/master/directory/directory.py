@@ -32,7 +32,7 @@ from tanghulu.store.protocol.announcements import ChunkEntry, Removal
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
-#: Tombstones of a range; beyond it the oldest goes.
+#: Tombstones of a range; beyond it the oldest is dropped.
 MAX_TOMBSTONES = 1 << 10
 
 
@@ -138,7 +138,7 @@ class Directory:
                 stands[index] = not self._is_buried(node_id, key, version)
         outcomes = self.table.add_report(inventory, compress(entries, stands))
         if not self.rebuild.is_rebuilt and outcomes.count(Outcome.STORED) == len(entries):
-            return []  # and nothing to tell: nobody follows yet
+            return []  # and nothing to report: there are no followers yet
         for index, outcome in zip(compress(range(len(entries)), stands), outcomes, strict=True):
             if outcome is not Outcome.KEPT:
                 changes[entries[index][0]] = outcome is Outcome.STORED

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 E = TypeVar("E")
 
 
-#: Beyond what each new event weighs, so much leaves with it at the most: no step is long.
+#: At most this weight leaves with each new event, beyond the event's own: no step is long.
 SHRINK_WEIGHT = 256
 
 

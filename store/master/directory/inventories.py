@@ -37,7 +37,7 @@ class Inventories:
         self.owners: list[str] = []
         self.counts: list[int] = []
         self._free: list[int] = []
-        self._dying: set[int] = set()  # died since the sweep under way began
+        self._dying: set[int] = set()  # died since the current sweep began
         self._sweeping: set[int] = set()  # free again when it ends
 
     def __len__(self) -> int:

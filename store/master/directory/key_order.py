@@ -21,13 +21,13 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 
-#: The life of an order that nobody uses.
+#: Lifetime of an unused order.
 KEPT_S = 60.0
-#: Keys that a run is begun with: sorted in one step, 5 ms. At least one part.
+#: Initial number of keys of a run: sorted in one step, 5 ms. At least one part.
 RUN_KEYS = 8192
-#: Keys of a leaf; one that has twice as many is cut.
+#: Keys of a leaf; one with twice this number is split.
 LEAF_KEYS = 128
-#: Leaves that go in one step, 1 ms.
+#: Number of leaves dropped in one step, 1 ms.
 STEP_LEAVES = 128
 
 
@@ -80,7 +80,7 @@ class KeyOrder:
         self._parts: list[Collection[str]] = []
         self._runs: list[_Run] = []
         self._run_of: list[_Run] = []  # of each part
-        self._waste: list[_Run] = []  # to be let go, leaf by leaf
+        self._waste: list[_Run] = []  # to be dropped, leaf by leaf
         self._asked = False
         self._until_s = 0.0
 

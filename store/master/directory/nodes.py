@@ -33,7 +33,7 @@ class NodeRecord:
     report_id: int = 0
     report_number: int = -1
     begun: set[int] = field(default_factory=set)  # ranges of that report; those among them that are complete, too
-    reported_all: frozenset[int] | None = None  # the very set of ranges that it was last seen to have reported
+    reported_all: frozenset[int] | None = None  # the very set of ranges last found to be completely reported
 
     @property
     def draining(self) -> bool:

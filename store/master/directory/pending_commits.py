@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: A node that lives confirms within some ticks; what it has not named after so long it may never name.
+#: A live node confirms within some ticks; a chunk not named within this time may never be.
 PENDING_S = 3.0
 #: Pending commits of a range at once; beyond it clients ask their node, as without a write buffer.
 MAX_PENDING = 1 << 10
@@ -39,8 +39,8 @@ class PendingCommits:
 
     def __init__(self) -> None:
         self._by_key: dict[str, PendingCommit] = {}
-        self._due: dict[str, None] = {}  # the keys of those that are not overdue, in the order in which they were made
-        #: By node: keys of overdue ones, those first that were overdue when the node told last what it has.
+        self._due: dict[str, None] = {}  # the keys of those not overdue, in the order of their commits
+        #: By node: keys of overdue ones, first those already overdue when the node last named its chunks.
         self._overdue: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
 
     def __len__(self) -> int:

@@ -19,10 +19,10 @@ from typing import NamedTuple, TypeAlias
 
 from tanghulu.types import Place
 
-#: Nodes named beyond the replicas that were asked for, so that a client can fall back without asking again.
+#: Nodes named beyond the requested replicas, so that a client can fall back without asking again.
 NUM_SPARES = 2
 MAX_REPLICAS = 16
-#: So few nodes are looked at one by one.
+#: Up to this number, nodes are checked one by one.
 _FEW = 16
 _MAX_DRAWS = 32
 _Rack: TypeAlias = tuple[str, str]
@@ -71,7 +71,7 @@ class PlacementTable:
 
     def __init__(self) -> None:
         self.candidates: dict[str, PlacementCandidate] = {}
-        self._takers: list[str] | None = None  # ids of those that do not drain; None: they have changed
+        self._takers: list[str] | None = None  # ids of nodes that are not draining; None: they have changed
         self._by_host: dict[Place, list[str]] = {}
         self._racks: set[_Rack] = set()
 

@@ -45,8 +45,8 @@ from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEv
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
-#: Keys and events that the log keeps for followers: as many as there are keys, and within these bounds. To begin with a
-#: snapshot costs a follower no more then. About 8 bytes each while the keys live, 150 when they are gone.
+#: Keys and events kept by the log for followers: as many as there are keys, within these bounds. Beyond that a
+#: snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
 MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
 
 
@@ -80,7 +80,7 @@ class RangeDirectories:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(MIN_LOG_WEIGHT)
-        #: Slots whose unknown keys are missing keys; and how many of those there are from the very first slot on.
+        #: Slots whose unknown keys are missing keys; and the number of leading ones among all slots.
         self.num_known_slots = self.known_prefix = 0
         self.num_retracted = 0
         self._nodes = RegisteredNodes()
@@ -88,15 +88,15 @@ class RangeDirectories:
         self._order = KeyOrder()
         self._ranges = [Directory(number, self._inventories, self._order) for number in range(NUM_RANGES)]
         self._tables = [directory.table for directory in self._ranges]
-        self._begun = [0] * NUM_RANGES  # how often each has come to this master
+        self._begun = [0] * NUM_RANGES  # number of arrivals of each at this master
         self._owned = frozenset(range(NUM_RANGES) if cluster is None else ())
-        self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those of which not all slots are known
-        self._overdue: list[Directory] = []  # those with commits of clients that wait for a word of their nodes
-        self._forgotten: list[dict[str, int]] = []  # parts of tables that are no more, to be swept
-        self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of ranges that are no more; to be swept
+        self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those with unknown slots
+        self._overdue: list[Directory] = []  # those with clients' commits awaiting confirmation by their nodes
+        self._forgotten: list[dict[str, int]] = []  # parts of discarded tables, to be swept
+        self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of discarded ranges; to be swept
         self._unswept: Iterator[tuple[DirectoryTable, str]] = iter(())
         self._stale_holders: list[StaleHolder] = []  # until the planner takes them, in the same call
-        self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
+        self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names its last one
 
     def _of(self, key: str) -> Directory:
         return self._ranges[range_of(key)]
@@ -182,7 +182,7 @@ class RangeDirectories:
         """Take an announcement. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
         node = self._nodes.announced(announcement, now_s)
         node_id, report_id, piece = announcement.node_id, announcement.report_id, announcement.piece
-        changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
+        changes: dict[str, bool] = {}  # key -> whether followers must now believe that the node holds it
         self._take_out(announcement, changes)
         if report_id and report_id != node.report_id:
             self._begin_report(node, report_id, announcement.ranges)
@@ -199,7 +199,7 @@ class RangeDirectories:
         self._log_changes(node_id, changes)
         self._take_back_unconfirmed(announcement)
         reporting = self._nodes.reporting(node)
-        goes_on = bool(reporting) or piece is None  # a node that has told all, and asks, has lost the last answer
+        goes_on = bool(reporting) or piece is None  # a node that has reported all, and asks, has lost the last answer
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
         unreported = [number for number in self._nodes.unreported(node, self._owned) if number not in reporting]
         is_silent = bool(unreported) and (not report_id or self._is_void(node, announcement.ranges))
@@ -242,7 +242,7 @@ class RangeDirectories:
     def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
         """Enter a piece of a report; return the indexes of its rejected entries."""
         node_id, refused, start = node.instance.id, list[int](), 0
-        for number, run in groupby(ranges_of([entry[0] for entry in piece.entries])):  # told in order: few runs
+        for number, run in groupby(ranges_of([entry[0] for entry in piece.entries])):  # reported in order: few runs
             end = start + len(list(run))
             entries, inventory = piece.entries[start:end], self._inventory(node, number)
             refused += [start + i for i in self._ranges[number].take_report(inventory, node_id, entries, changes)]
@@ -495,7 +495,7 @@ class RangeDirectories:
         return inventories.needs_sweep
 
     def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
-        if self._unready:  # nobody follows those yet: what a follower gets first of a range is a snapshot
+        if self._unready:  # those have no followers yet: a follower's first event of a range is a snapshot
             changes = {key: held for key, held in changes.items() if self._of(key).rebuild.is_rebuilt}
         for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
             keys = tuple(key for key, held in changes.items() if held is wanted)

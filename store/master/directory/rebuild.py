@@ -37,7 +37,7 @@ from enum import Enum
 
 from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, slot_of
 
-#: A node's lease: who has not come to a new master within it has left the cluster.
+#: A node's lease: a node that has not come to a new master within it has left the cluster.
 REBUILD_S = 3.0
 #: Longer than a node takes to renew its lease at a master that has come back: it tries again every 0.2 to 0.5 s.
 ALONE_S = 1.0
@@ -114,7 +114,7 @@ class NodesInEtcd:
 
     def __init__(self, now_s: float, rebuild_s: float = REBUILD_S) -> None:
         self._rebuild_s = rebuild_s
-        self._sure_s: float | None = None  # from when on; None: nothing has come from etcd yet
+        self._sure_s: float | None = None  # start of the wait; None: nothing has come from etcd yet
         self._is_sure = False
         self._admitted: frozenset[str] = frozenset()
 
@@ -150,7 +150,7 @@ class Rebuild:
     __slots__ = ("_first_slot", "is_rebuilt", "num_known_slots")
 
     def __init__(self, range_number: int) -> None:
-        #: So many slots of the range, from its first one on, are known.
+        #: Number of known slots of the range, from its first one on.
         self.num_known_slots = 0
         self.is_rebuilt = False
         self._first_slot = range_number * RANGE_SLOTS

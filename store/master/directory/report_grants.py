@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-#: Nodes that report at the same time: enough that the master never waits for the next piece.
+#: Nodes that report concurrently: enough that the master never waits for the next piece.
 MAX_REPORTING = 4
 #: Keys of one piece of a report: some 10 ms of the master's time.
 PIECE_KEYS = 4096
-#: A node that has not been heard of for so long has no grant, and no place in the queue.
+#: A node silent for this time has no grant, and no place in the queue.
 SILENT_S = 1.0
 
 
@@ -26,7 +26,7 @@ class ReportGrants:
 
     def __init__(self, piece_keys: int = PIECE_KEYS) -> None:
         self.piece_keys = piece_keys
-        self._granted: dict[str, float] = {}  # node id -> when it asked last
+        self._granted: dict[str, float] = {}  # node id -> time of its last request
         self._waiting: OrderedDict[str, float] = OrderedDict()
 
     def ask(self, node_id: str, now_s: float) -> int:

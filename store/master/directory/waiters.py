@@ -19,7 +19,7 @@ MAX_WAITERS = 1 << 15
 MAX_WAITERS_PER_OWNER = 128
 #: Keys of all waiting calls together.
 MAX_KEYS = 1 << 20
-#: A tenant has at most one in so many of the waiting calls, and of their keys.
+#: A tenant has at most this fraction (1 / n) of the waiting calls, and of their keys.
 _SHARES = 4
 
 
@@ -128,7 +128,7 @@ class WaitBoard:
         if not self._calls_of[waiter.tenant]:
             del self._calls_of[waiter.tenant], self._keys_of[waiter.tenant]
         if not self._num_waiters:
-            self._ends.clear()  # what is left in it is over
+            self._ends.clear()  # the remaining ones have ended
 
     def check(self) -> None:
         """Assert that the indexes agree and the bounds hold."""

@@ -26,9 +26,9 @@ from tanghulu.protos import etcd_pb2
 from tanghulu.store.master.election.masters_view import ADMITTED, NODES
 
 _log = structlog.get_logger(__name__)
-#: Nodes that one line of the log names.
+#: Nodes named in one log line.
 MAX_NAMED = 8
-#: Nodes that are forgotten in one transaction; etcd takes 128 operations.
+#: Nodes forgotten in one transaction; etcd takes 128 operations.
 MAX_FORGOTTEN = 100
 
 
@@ -97,7 +97,7 @@ class AdmittedNodes:
         for node_id in gone:
             key = self._prefix + node_id.encode()
             request.success.add(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
-        self._written |= dict.fromkeys(puts, b"")  # perhaps, should there be no answer
+        self._written |= dict.fromkeys(puts, b"")  # perhaps, if there is no answer
         if not (await self._client.transact(request)).succeeded:
             raise NotLeader.naming("")
         self._ids = node_ids

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 
-#: Sets of masters whose assignments are remembered: those of today with each of them lost, and of yesterday.
+#: Sets of masters whose assignments are cached: the current ones with each of them lost, and the previous ones.
 _MAX_REMEMBERED = 256
 
 

@@ -66,7 +66,7 @@ class MastersView:
         self.admitted: frozenset[str] | None = None
         self.holders: list[RangeHolder | None] = [None] * NUM_RANGES
         self._terms = [0] * NUM_RANGES  # the last one of each range
-        self._map_revision = 0  # of the last change that the map tells of
+        self._map_revision = 0  # of the last change shown in the map
 
     def begin(self, keys: Iterable[KeySeen], revision: int) -> None:
         """Take ``keys`` as all existing ones at ``revision``.

@@ -46,13 +46,13 @@ from tanghulu.store.protocol.terms import Renewals
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
-#: Every call to etcd; less than a lease, so that a renewal that hangs is followed by another.
+#: Limit of every call to etcd; less than a lease, so that a hanging renewal is followed by another.
 _CALL_DEADLINE_S = 1.0
 _TICK_S = 0.02
 _RETRY_S = 0.2
-#: Seconds that a closing master tries to give its lease back.
+#: Seconds that a closing master tries to return its lease.
 _RESIGN_S = 1.0
-#: Between two looks whether the watch has told of a node that was let in: a millisecond or two after the answer.
+#: Interval of checks whether the watch has reported an admitted node: a millisecond or two after the answer.
 _LOOK_S = 0.002
 
 
@@ -138,7 +138,7 @@ class EtcdOwnership:
         self._clock = clock
         self._duties = duties
         self._map = self.election.view.map(0)
-        self._nodes: tuple[dict[str, Instance], frozenset[str] | None] | None = None  # as the duties were told
+        self._nodes: tuple[dict[str, Instance], frozenset[str] | None] | None = None  # as passed to the duties
         self.admitted = AdmittedNodes(
             self._client,
             instance.namespace,
@@ -153,7 +153,7 @@ class EtcdOwnership:
             lambda: self.election.num_confirmed,
         )
 
-    # --- questions of the calls
+    # --- the calls' questions
 
     @property
     def owned(self) -> frozenset[int]:
@@ -333,7 +333,7 @@ class EtcdOwnership:
             case Renew():
                 await self._renew(instruction)
             case Revoke(lease):
-                with contextlib.suppress(MasterUnavailable):  # then it runs out by itself
+                with contextlib.suppress(MasterUnavailable):  # then it expires by itself
                     await self._client.revoke(lease)
             case Announce():
                 await self._announce(instruction)
@@ -374,8 +374,7 @@ class EtcdOwnership:
         self.election.done(claim, self._clock.now_s())
 
     async def _write(self, write: Claim | HandOver) -> None:
-        """Write the ranges' keys in one transaction; one by one if that fails, as one of them may have changed
-        hands."""
+        """Write the ranges' keys in one transaction; one by one if that fails, as one may have changed hands."""
         owner, terms = (
             (self._instance.id, [(number, 0) for number in write.ranges])
             if isinstance(write, Claim)

@@ -46,13 +46,13 @@ from tanghulu.store.master.election.masters_view import KeySeen, MastersView
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.terms import MARGIN_S, Renewals
 
-#: Renewals that are asked for in the time of one lease.
+#: Renewals requested during one lease.
 RENEWALS = 6
-#: After a write that was answered, or will not be, until the next of that key.
+#: Pause between a write that was answered, or will not be, and the next of that key.
 RETRY_S = 0.1
-#: A vacant range is left to the master that should own it for so long.
+#: Time for which a vacant range is left to the master that should own it.
 OTHERS_WAIT_S = 0.3
-#: Ranges are handed over when no master has come or gone for so long.
+#: Ranges are handed over when no master has come or gone for this time.
 SETTLE_S = 0.5
 
 
@@ -189,23 +189,23 @@ class RangeElection:
         self.states = [RangeState.VACANT] * NUM_RANGES
         self._owned: frozenset[int] | None = frozenset()  # those in state OWNED; None: to be counted
         self.num_asked = 0  # renewals, the grants of leases among them
-        self.num_confirmed = 0  # the last of them that etcd has confirmed
+        self.num_confirmed = 0  # the last of them confirmed by etcd
         self.term = 0  # in which this master leads, or led last
         self._is_leading = False
         self._id = master_id
         self._ttl_s = ttl_s
         self._has_resigned = False
         self._lease = 0
-        self._until_s = 0.0  # when this master takes its lease for over
+        self._until_s = 0.0  # end of the lease for this master
         self._renew_s = 0.0
         self._applying = False
-        self._apply_s = 0.0  # no sooner than that, a lease is asked for
-        self._announce_s: float | None = 0.0  # no sooner than that, its own key is written; None: it is being written
+        self._apply_s = 0.0  # earliest time to request a lease
+        self._announce_s: float | None = 0.0  # earliest time to write its own key; None: it is being written
         self._lead_s: float | None = 0.0  # the same of the leader's key
-        self._vacant_s = [0.0] * NUM_RANGES  # since when nobody has owned it
+        self._vacant_s = [0.0] * NUM_RANGES  # since when it has had no owner
         self._write_s: list[float | None] = [0.0] * NUM_RANGES  # the same of each range's key
-        self._given_up = [0] * NUM_RANGES  # the last term of each range that this master has given up
-        self._settled_s = 0.0  # no sooner than that, ranges are handed over
+        self._given_up = [0] * NUM_RANGES  # the last term of each range given up by this master
+        self._settled_s = 0.0  # earliest time to hand over ranges
 
     # --- questions
 
@@ -237,7 +237,7 @@ class RangeElection:
         """
         return Renewals(self.num_asked or 1, self.num_confirmed if self.owned(now_s) else 0)
 
-    # --- events: what the watch tells
+    # --- events: reports of the watch
 
     def snapshot(self, keys: Iterable[KeySeen], revision: int, now_s: float) -> list[RangeInstruction]:
         """Take all keys at ``revision``; ignore a snapshot older than what was seen."""

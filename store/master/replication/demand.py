@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from tanghulu.errors import InvalidRequest
 
-#: Keys of which reads are counted.
+#: Keys whose reads are counted.
 MAX_HOT_KEYS = 1024
 TAU_S = 5.0
 #: Gets a second below which a key is forgotten.
 MIN_RATE = 1.0
 #: Keys with a request at one time.
 MAX_REQUESTED_KEYS = 8192
-#: Longest time for which one call can ask.
+#: Longest time that one call can request.
 MAX_REQUEST_S = 3600.0
 
 
@@ -78,7 +78,7 @@ class ReplicaRequests:
     """
 
     def __init__(self) -> None:
-        self._asked: dict[str, tuple[int, float]] = {}  # key -> (wanted holders, until)
+        self._asked: dict[str, tuple[int, float]] = {}  # key -> (wanted holders, end)
 
     def __len__(self) -> int:
         return len(self._asked)

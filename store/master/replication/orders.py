@@ -22,7 +22,7 @@ from tanghulu.store.protocol.announcements import DropOrder
 MAX_OPEN = 64
 #: Orders in one answer to a node.
 MAX_TAKEN = 64
-#: Drops that wait for one node; more are forgotten, and found again by the next walk.
+#: Drops waiting for one node; more are forgotten, and found again by the next walk.
 MAX_DROPS = 4096
 ORDER_S = 30.0
 
@@ -70,8 +70,8 @@ class CopyOrders:
 
     def __init__(self, rate_bytes_s: float) -> None:
         self._whole_rate = rate_bytes_s
-        self.share = 1.0  # of the rate; the rest is other masters', who order copies of other keys
-        self._open: dict[tuple[str, str], tuple[Copy, float]] = {}  # (key, target) -> (order, until)
+        self.share = 1.0  # of the rate; the rest belongs to other masters, which order copies of other keys
+        self._open: dict[tuple[str, str], tuple[Copy, float]] = {}  # (key, target) -> (order, end)
         self._targets: dict[str, set[str]] = {}  # key -> targets of its open orders
         self._load: Counter[str] = Counter()  # open orders by node, as source and as target
         self._incoming_bytes: Counter[str] = Counter()
@@ -144,8 +144,7 @@ class CopyOrders:
                 self.drop(node_id, drop)
 
     def was_ordered_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
-        """Return whether the removal announced by ``node_id`` was ordered; True once per order. None: of any
-        version."""
+        """Return whether the removal announced by ``node_id`` was ordered; True once per order. None: any version."""
         if version is not None:
             ordered = [(node_id, DropOrder(key, version, removed)) for removed in (False, True)]
             ordered = [order for order in ordered if order in self._sent_drops]

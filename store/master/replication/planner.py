@@ -35,12 +35,12 @@ from tanghulu.store.protocol.key_slots import NUM_RANGES
 
 #: Seconds for which a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
-#: Keys that wait for their grace; the others are found by the next walk.
+#: Keys waiting for their grace; the others are found by the next walk.
 MAX_LACKING = 1 << 16
-#: Seconds for which a chunk whose copy failed is left alone.
+#: Seconds for which a chunk whose copy failed is not tried again.
 FAILED_PAUSE_S = 2.0
 MAX_FAILED = 1 << 14
-#: A client that removes a chunk is long gone after that.
+#: A client that removes a chunk has long finished after that.
 REMOVAL_S = 30.0
 #: Time between two walks over wanted replicas.
 WALK_PAUSE_S = 0.5
@@ -71,8 +71,8 @@ class _Drain:
     num_unsafe: int
     quiet_since_s: float | None = None
     drained: bool = False
-    walked_unsafe: int = 0  # in the walk under way
-    num_begun: int = 0  # ranges that had come when the walk that found it drained began
+    walked_unsafe: int = 0  # in the current walk
+    num_begun: int = 0  # ranges that had arrived when the walk that found it drained began
 
 
 @dataclass(slots=True)
@@ -94,14 +94,14 @@ class CopyPlanner:
         self._rng = rng
         self._wanted: dict[str, int] = {}
         self._lacking: dict[str, float] = {}
-        self._failed: dict[str, float] = {}  # key -> until when it is left alone
-        self._removing: dict[str, float] = {}  # key -> since when its removal keeps a copy from it
+        self._failed: dict[str, float] = {}  # key -> end of the pause after a failure
+        self._removing: dict[str, float] = {}  # key -> time since which its removal has prevented a copy
         self._drains: dict[str, _Drain] = {}
         self._filling: set[str] = set()
         self._extra: dict[str, _Extra] = {}
-        self._total_fullness = 0.0  # of the nodes that take chunks, as of the last look
+        self._total_fullness = 0.0  # of the nodes that take chunks, as of the last check
         self._num_takers = 0
-        self._keys = directory.walk()  # what is left of the walk over all keys
+        self._keys = directory.walk()  # the remainder of the walk over all keys
         self._next_key: str | None = None  # comes before them: there was no room for its copy
         self._walk_began_s = now_s
         self._walk_num_begun = directory.num_begun
@@ -200,7 +200,7 @@ class CopyPlanner:
     def progress(self, node_id: str) -> Progress:
         """Return the progress of the draining ``node_id``."""
         drain = self._drains.get(node_id)
-        if drain is None:  # it began this moment
+        if drain is None:  # it has just begun
             return Progress(self._directory.num_chunks(node_id), drained=False)
         knows_all = self._directory.is_ready and drain.num_begun == self._directory.num_begun
         return Progress(drain.num_unsafe, drain.drained and knows_all)
@@ -262,7 +262,7 @@ class CopyPlanner:
                 continue
             if not self._examine(key, found, nodes, now_s):
                 self._next_key = key
-                return  # no room for a copy that must be: go on here next time
+                return  # no room for a required copy: continue here next time
             safe = [node_id for node_id in found.node_ids if node_id not in self._drains]
             for node_id in found.node_ids if not safe else ():
                 self._drains[node_id].walked_unsafe += 1

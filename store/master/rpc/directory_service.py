@@ -53,7 +53,7 @@ from tanghulu.store.protocol.messages import (
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import Place, format_size
 
-#: Keys of a listing that are looked up in one step, some 8 ms.
+#: Keys of a listing looked up in one step, some 8 ms.
 LIST_STEP_KEYS = 1000
 DEFAULT_LIST_LIMIT = 1000
 MAX_LIST_LIMIT = 10_000
@@ -192,7 +192,7 @@ class DirectoryCalls:
         said = request.said
         check_count(len(said))
         newest = max(each.term for each in said)
-        self._server.require_newest(newest, said[0].term_of)  # one client says all of it
+        self._server.require_newest(newest, said[0].term_of)  # one client sends all of it
         self._server.require_owned([each.key for each in said])
         directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
         results = [directory.commit_by_client(each, now_s) for each in said]
@@ -288,8 +288,7 @@ class DirectoryCalls:
         return ReplicateReply(num_taken, *self._server.signature)
 
     def _events(self, peer: Peer, request: EventsRequest, attachment: memoryview) -> AnswerStream:
-        """Stream a snapshot or the events behind the caller's last, then changes; see ``followers``. Raises
-        Overloaded."""
+        """Stream a snapshot or the events behind the caller's last, then changes (``followers``). Raises Overloaded."""
         caller = Caller.of(peer.identity)
         self._streams.take(caller, MAX_CONNECTIONS)
         peer.on_close.append(partial(self._streams.give_back, caller))

@@ -27,7 +27,7 @@ from tanghulu.store.protocol.key_slots import ALL_BITS
 #: Keys and events of one message.
 BATCH_WEIGHT = 8192
 SNAPSHOT_KEYS = 2048
-#: Events of this time go to a follower as one message: a message costs more than the delay is worth.
+#: Events of this time are sent to a follower as one message: a message costs more than the delay is worth.
 COALESCE_S = 0.005
 
 
@@ -65,7 +65,7 @@ class _Follower:
         resumes &= not self._is_numbered_apart
         self._followed = wanted & ~request.fresh if resumes else 0
         self._pending = wanted & ~self._followed
-        self._began = log.last  # what went before was another time that this master owned a range
+        self._began = log.last  # earlier events are from another time that this master owned a range
         self._cursor = after if self._followed else log.last
         self._sent = 0 if self._is_numbered_apart else self._cursor
 
@@ -123,7 +123,7 @@ class _Follower:
         self._pending &= ~ranges
         self._sent = sequence
         if directory.times_begun(ranges) != began or ranges & ~directory.rebuilt_ranges:
-            self._lost(ranges)  # some of them left while they were told, so nobody can say what the snapshot lacks
+            self._lost(ranges)  # some of them left during the snapshot, so its gaps are unknown
             return
         self._followed |= ranges
         yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.SYNCED, ranges=named)])
@@ -140,7 +140,7 @@ class _Follower:
         """Return the next changes; None if there are none now."""
         log = self._directory.log
         if not self._followed and not self._is_of_some:
-            self._cursor = log.last  # the snapshot will tell
+            self._cursor = log.last  # the snapshot will contain it
             self._sent = self._number
             return None
         try:

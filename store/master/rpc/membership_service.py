@@ -29,7 +29,7 @@ from tanghulu.types import Role
 
 _log = structlog.get_logger(__name__)
 _EVENTS_PER_READ_BYTES = 1 << 20
-#: The roles of instances that a token without the right to join sees.
+#: The roles of instances visible to a token without the right to join.
 _FOR_CLIENTS = frozenset({Role.MASTER})
 
 

@@ -31,7 +31,7 @@ class NodeList:
 
     def __init__(self, server: MasterServer) -> None:
         self._server = server
-        self._written = (-1, -1, NO_TERM)  # generation and version of what follows, and the term that it tells
+        self._written = (-1, -1, NO_TERM)  # generation and version of the encoded list, and its term
         self._whole = b""  # without the last field
 
     def answer(self, request: NodesRequest) -> NodesReply | bytes:

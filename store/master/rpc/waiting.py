@@ -10,7 +10,7 @@ from tanghulu.store.master.directory.waiters import WaitBoard, WaitingCall
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_messages import WaitReply, WaitRequest
 
-#: Longest wait of one call; clients that wait longer ask again, which shows that they live.
+#: Longest wait of one call; clients that wait longer ask again, which shows that they are alive.
 MAX_WAIT_S = 30.0
 
 

@@ -27,9 +27,9 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
-#: Copies at one time: each may hold a whole value in memory.
+#: Concurrent copies: each may hold a whole value in memory.
 MAX_AT_ONCE = 4
-#: Orders that wait; the master gives fewer.
+#: Waiting orders; the master sends fewer.
 MAX_WAITING = 1024
 COPY_DEADLINE_S = 20.0
 
@@ -49,7 +49,7 @@ class Copier:
     def order(self, orders: Orders) -> None:
         """Make these copies, soon."""
         if self._driver is None:
-            return  # closing, or not begun: the master's orders run out by themselves
+            return  # closing, or not begun: the master's orders expire by themselves
         self._driver.context.nodes.learn(orders.sources)
         for order in orders.copies:
             try:
@@ -110,7 +110,7 @@ def _pull(driver: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[
     """Return the source's description of the chunk, and its verified bytes."""
     operations = Operations(driver.context, driver.flush)
     driver.context.locations.set(order.key, (PeerId(order.source),))
-    chunk = yield from operations.get(deadline, order.key)  # which brings it up from an SSD
+    chunk = yield from operations.get(deadline, order.key)  # which promotes it from an SSD
     try:
         info = yield from operations.stat_at(order.key, order.source)
         if not info.version == chunk.version == order.version:

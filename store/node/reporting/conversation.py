@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 HEARTBEAT_S = 1.0
 CALL_DEADLINE_S = 3.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5)
-#: Between two messages of a node that waits until it may report, or until the master knows more slots.
+#: Pause between two messages of a node that waits until it may report, or until the master knows more slots.
 _POLL_S = 0.2
 
 
@@ -56,9 +56,9 @@ class MasterConversation:
         on_error: Callable[[MasterConversation, TanghuluError], None],
     ) -> None:
         self.outbox, self.owner = outbox, owner
-        self.master = owner  # that is connected, or was last
+        self.master = owner  # the connected one, or the last
         self.sent_s = 0.0
-        self.is_paused = False  # until the map is known by which to go on
+        self.is_paused = False  # until the map needed to continue is known
         self._state = state
         self._masters = masters
         self._announce, self._on_reply, self._on_error = announce, on_reply, on_error

@@ -36,7 +36,7 @@ from tanghulu.types import Address, ChunkKey, InstanceId
 
 _log = structlog.get_logger(__name__)
 
-#: Chunks of a report that are sorted into their slots in one step, about a millisecond.
+#: Chunks of a report sorted into their slots in one step, about a millisecond.
 _SORTED_AT_ONCE = 2048
 
 
@@ -254,8 +254,7 @@ class Reporter:
         self._map_wanted.set()
 
     def _announcement(self, conversation: MasterConversation, message: ReportMessage) -> NodeAnnouncement:
-        """Return ``message`` for the owner of everything, of some ranges, or for the leader; with the node's
-        figures."""
+        """Return ``message`` for the owner of everything or of some ranges, or the leader; with node figures."""
         known, outbox, piece = self._reports.map, conversation.outbox, message.piece
         term = self._state.newest_term
         if known is not None:

@@ -33,17 +33,17 @@ from tanghulu.store.protocol.messages import (
 from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
-#: A page of VERIFY has at most so many chunks and, but for its last chunk, bytes.
+#: Limits of a page of VERIFY: number of chunks and, except for its last chunk, bytes.
 MAX_VERIFIED = 4096
 MAX_VERIFIED_BYTES = 256 << 20
-#: Sessions whose place in all keys is kept between two pages of VERIFY; the oldest one begins again.
+#: Sessions whose position is kept between two pages of VERIFY; the oldest one restarts.
 MAX_LISTINGS = 4
-#: Bytes that are evicted before other calls have their turn.
+#: Bytes evicted before other calls are served.
 _EVICTED_AT_ONCE = 16 << 20
-#: The longest wait for the master to take a report and removals, and how often it is looked at.
+#: Longest wait for the master to take a report and removals, and the interval of the checks.
 REPORT_S = 10.0
 _LOOK_S = 0.02
-#: Keys that are sorted before other calls have their turn: about 5 ms.
+#: Keys sorted before other calls are served: about 5 ms.
 _RUN_KEYS = 1 << 14
 
 
@@ -164,7 +164,7 @@ class AdminService:
             chunk = self._chunks.find(key)
             if chunk is None:
                 entry = self._chunks.find_below(key)
-                if entry is not None:  # it is named only: its bytes are verified whenever they are read
+                if entry is not None:  # it is only named: its bytes are verified whenever they are read
                     page.append(Verified(key, entry.version, entry.size_bytes))
                 continue
             corrupt = not await verifier.is_intact(chunk)

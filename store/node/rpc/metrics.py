@@ -65,7 +65,7 @@ _TIER_COUNTERS = {
 }
 
 
-#: Tenants with labels of their own; the rest is summed up as OTHERS, chunks of no tenant are called NONE.
+#: Tenants with labels of their own; the rest is summed up as OTHERS, chunks without a tenant are labelled NONE.
 MAX_LABELS = 50
 OTHERS, NONE = "(others)", "(none)"
 _TENANT_GAUGES = {

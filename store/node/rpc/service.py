@@ -65,16 +65,16 @@ from tanghulu.types import ChunkKey, LeaseId
 
 _log = structlog.get_logger(__name__)
 
-#: Payload in one answer; what does not fit is pinned instead, and so is each value above MAX_MESSAGE_BYTES.
+#: Payload in one answer; values beyond it are pinned instead, and so is each value above MAX_MESSAGE_BYTES.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
-#: Of the memory, what one answer pins that is made key by key; the first of them may be larger.
+#: Part of the memory pinned by one answer made key by key; its first key may be larger.
 MAX_PINNED_FRACTION = 1 / 8
-#: Of a call of many items or keys, those that one step of the loop serves: about a millisecond.
+#: Items or keys of a large call served in one step of the loop: about a millisecond.
 STEP_ITEMS = 256
 DEFAULT_DEADLINE_S = 5.0
-#: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
+#: An item of COMMIT: a reservation no longer being written, or its error, and its checksums.
 _Ended: TypeAlias = tuple[Chunk | TanghuluError, Checksums]
-#: An answer that waits: for the master, or for room first.
+#: A delayed answer: waiting for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
 
@@ -224,7 +224,7 @@ class NodeService:
         check_count(len(request.items))
         session = session_of(peer)
         items = request.items
-        # Who may not see memory must not find in its ranges what was another tenant's.
+        # Clients without access to memory must not find another tenant's data in its ranges.
         wipes = peer.identity is not None and not peer.identity.shared_memory
         reserved = [] if wipes else self._puts.reserve_at_once(items[:STEP_ITEMS], session.holder)
         if wipes or len(reserved) < len(items):
@@ -245,7 +245,7 @@ class NodeService:
             await self._puts.reserve_rest(items, reserved, session.holder, until_s)
             if wipes:
                 await self._puts.wipe(reserved)
-        except BaseException:  # its connection has ended: nobody will hear of these ranges
+        except BaseException:  # its connection has ended: no client will receive these ranges
             self._puts.take_back(reserved)
             raise
         return _reserve_reply(reserved)
@@ -269,7 +269,7 @@ class NodeService:
         if len(request.aborted) > STEP_ITEMS:
             await self._unpin_all(session_of(peer), request.aborted)
         outcomes: list[bool | Failure] = []
-        ended: dict[int, tuple[Chunk, Checksums]] = {}  # by its place, what is not refused
+        ended: dict[int, tuple[Chunk, Checksums]] = {}  # accepted items, by position
         try:
             for at in range(0, len(request.items), STEP_ITEMS):
                 some = self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])

@@ -78,8 +78,7 @@ class Sessions:
         return len(self._by_client)
 
     def open(self, greeting: Greeting) -> Session:
-        """Return the client's session, new or joined. Raises Unauthorized for an invalid id, Overloaded for too
-        many."""
+        """Return the client's session, new or joined. Raises Unauthorized for a bad id, Overloaded for too many."""
         if not 0 < len(greeting.client_id) <= _MAX_CLIENT_ID:
             raise Unauthorized(f"a client names itself by an id of 1 to {_MAX_CLIENT_ID} characters")
         client = (greeting.client_id, greeting.pid)

@@ -9,7 +9,7 @@ from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.checksums import RunningChecksums
 
-#: Bytes that are compared before other calls have their turn: some tenths of a millisecond.
+#: Bytes compared before other calls are served: some tenths of a millisecond.
 SLICE_BYTES = 4 << 20
 
 

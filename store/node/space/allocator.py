@@ -113,7 +113,7 @@ class OffsetAllocator:
         self._used_bytes -= length
         self.frames.freed(offset, length)
         if self._fence[1]:
-            for border in self._fence:  # a range may reach over either end
+            for border in self._fence:  # a range may extend over either end
                 if offset < border < offset + length:
                     self._melt(offset, border - offset)
                     offset, length = border, offset + length - border
