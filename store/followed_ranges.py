@@ -218,7 +218,7 @@ class FollowedRanges:
         covered = [each.ranges for each in self._streams.values() if each.is_open]
         return sum(covered) != ALL_BITS  # no two have one in common
 
-    # --- what they say
+    # --- events of the streams
 
     def take(
         self, stream: OwnerStream, generation: int, events: list[DirectoryEvent], first: int, last: int

@@ -94,7 +94,7 @@ class Settings:
 
 
 def not_a_master(asked: Masters, error: TanghuluError) -> TanghuluError:
-    """Return the error for a failed first call, which every master answers: the address is no master's."""
+    """Return the error for a failed first call, a request to the master that every master answers."""
     if type(error) is not InvalidRequest:
         return error
     return InvalidRequest(

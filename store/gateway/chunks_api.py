@@ -27,7 +27,7 @@ _MATCH_S = 3.0
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api = APIRouter(tags=["chunks"])
 
     @api.get("/v1/chunks", summary="List keys, a page at a time")

@@ -56,12 +56,12 @@ class _Views:
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api, views = APIRouter(include_in_schema=False), _Views(gateway)
 
     @api.get("/dashboard")
     async def page(request: Request) -> Response:
-        """The page, for callers with a token, or if none is needed; others are asked for theirs."""
+        """Serve the page to callers with a token, or to all if none is needed; others get the form to enter theirs."""
         try:
             await _admit(gateway, _credentials(gateway, request))
         except TanghuluError as error:
@@ -96,7 +96,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _credentials(gateway: Gateway, request: Request) -> Credentials:
-    """Return the cookie's credentials, or those of a header, which pages cannot set; these routes only read."""
+    """Return the header's credentials, which pages cannot set, or else the cookie's; these routes only read."""
     kept = _PAGE.shown(request.headers)
     if kept and "authorization" not in request.headers:
         return Credentials("", kept, gateway.config.master.credentials.tls)

@@ -32,7 +32,7 @@ _SCHEMA = {200: {"content": {"text/event-stream": {}}, "description": "events wi
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The route."""
+    """Return the route."""
     api = APIRouter(tags=["store"])
 
     @api.get(

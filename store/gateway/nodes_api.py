@@ -60,7 +60,7 @@ class ReplicateBody(CheckedBody):
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api = APIRouter()
 
     async def perform(request: Request, order: Order[Any]) -> Any:
@@ -163,7 +163,7 @@ def _questions(api: APIRouter, gateway: Gateway) -> None:
 
     @api.get("/v1/tenants", summary="What each tenant holds and may hold", tags=["store"])
     async def tenants(request: Request) -> list[Row]:
-        """A tenant's own token shows that tenant only."""
+        """Show tenants; a tenant's own token shows that tenant only."""
         async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.tenants())
         return found

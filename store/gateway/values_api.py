@@ -37,7 +37,7 @@ _BODY_IN = {"requestBody": {"required": True, "content": {_OCTETS: {"schema": {"
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api = APIRouter(tags=["values"])
 
     @api.get("/v1/values/" + rest("key"), summary="The bytes of a value", responses=_BYTES_OUT, response_class=Response)

@@ -79,7 +79,7 @@ _FIRST_CONTACT_S = 2.0
 _EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
 #: Chunks demoted to the SSD per tick: each costs the loop a tenth of a millisecond.
 _SEND_AHEAD_CHUNKS = 64
-#: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
+#: Part of the segment that mapped leases of one client, and those of all together, may hold; beyond it clients get
 #: copies.
 _MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
 #: Part of a newly used range touched at once: 20 ms of the loop if all of it is new.

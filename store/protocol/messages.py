@@ -50,7 +50,7 @@ class Welcome(SegmentWelcome, frozen=True):
 
 
 class PutRequest(FastMessage, frozen=True):
-    """Values sent with the request. ``visible``: acknowledge only when the master knows of them.
+    """Values sent with the request. ``visible``: acknowledge only when the master has them.
 
     ``deadline_ms`` bounds the wait for leases that block it, ``master_ms`` the wait for the master, which any other
     node would have to make as well; 0: the same as ``deadline_ms``, whose 0 is the node's default.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Term(NamedTuple):
-    """The ``number`` of an election, counted by the etcd with the id ``cluster``; 0: nobody was elected."""
+    """The ``number`` of an election, counted by the etcd with the id ``cluster``; 0 means no election."""
 
     number: int = 0
     cluster: int = 0

@@ -194,7 +194,7 @@ class BufferWriter:
                     self._say_left()
 
     def __del__(self) -> None:
-        """Leave with the last reference, as nobody reads the head again. A forked child has not the memory."""
+        """Leave with the last reference, as nobody reads the head again. A forked child does not have the memory."""
         if not self._said_left and os.getpid() == self._pid:
             self._say_left()
 

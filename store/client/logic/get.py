@@ -118,7 +118,7 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 def _fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[None]:
     """Call the likely holder without grouping into a round; try other holders in rounds."""
     guessed = not op.holders
-    if guessed:  # a node of this host is asked before the master, unless its index would have told
+    if guessed:  # a node of this host is asked before the master, unless its index would have shown the key
         op.holders = [node for node in context.nodes.local_for(op.key, 0)[:1] if node not in context.mapped]
     if op.holders:
         node = op.holders[0]

@@ -7,10 +7,10 @@ the *carrier* of the bytes, and in the *committer*, which informs the master:
     INLINE    all three steps in one message: the value travels behind the request, and the node receives it in place
     TRANSFER  the node reserves a range, the transfer engine fills it, another message commits it
 
-    CLIENT    the client calls the master, while the bytes are on their way where it can
-    NODE      the node tells the master when it has the bytes, and answers then
+    CLIENT    the client calls the master, while the bytes are in transit if possible
+    NODE      the node notifies the master when it has the bytes, and then answers
 
-The CLIENT commits what goes by BUFFER, and the transfers marked with a star; the NODE all else.
+The CLIENT commits values that go by BUFFER, and the transfers marked with a star; the NODE all others.
 
                                   up to 64 KiB    up to 1 MiB    larger
     1 replica   memory mapped     BUFFER          BUFFER         TRANSFER*
@@ -91,7 +91,7 @@ def plan(
     in_round: bool = False,
     in_pieces: bool = False,
 ) -> Route:
-    """The route of ``new`` to a node with that ``access``; the first row that fits.
+    """Return the route of ``new`` to a node with that ``access``; the first row that fits.
 
     ``several``: other items of the same put travel with it. ``in_round``: it travels in a round of the put, with others
     or after a failed first try. ``in_pieces``: the value is not contiguous.

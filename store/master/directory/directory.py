@@ -4,16 +4,16 @@ The node is the truth about its chunks; this is its mirror, rebuilt from reports
 range's chunk table, its pending commits, its tombstones, and the number of its known slots. The set of nodes, each
 node's inventories and the events for followers belong to ``ranges``. Has no lease, socket or clock.
 
-Rules of what a registered node announces of a key:
+Rules for a registered node's announcements about a key:
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
-- of two versions the older one stays: a put that no master has confirmed is not decided (the node asks again) as long
-  as its key may have a chunk that has yet to be reported; what a predecessor has confirmed counts at once;
-- a removal names the version: one that is told twice does not touch what was put meanwhile;
+- of two versions the older one stays: a put not confirmed by any master is undecided (the node asks again) while its
+  key may have a chunk that has yet to be reported; chunks confirmed by a predecessor count at once;
+- a removal names the version: a repeated one does not touch later puts;
 - a deleted version leaves a tombstone, and so does one that a client is about to remove: a node that was cut off and
   comes back with it, or has copied it meanwhile, gets accepted=False;
-- what a client has committed (see pending_commits) counts as announced till its node speaks; others ask again till
-  then. The node retracts that version only, and only while its commit is pending.
+- a client's commit (see pending_commits) counts as announced until its node announces it; others ask again until then.
+  The node retracts that version only, and only while its commit is pending.
 """
 
 from __future__ import annotations

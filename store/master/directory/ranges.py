@@ -10,11 +10,11 @@ node, as range 50 may have an older chunk of that key; its commit of "kv/k13" (s
 
 Rules of an announcement, which comes from a registered node and carries its generation (those of a key: ``directory``):
 - a node that is not registered, or registered with another generation (a zombie), is refused;
-- what it removed or deleted is taken out first, then what it added is put in; the last word on a key counts;
+- removed and deleted chunks are taken out first, then added ones are entered; the last announcement of a key counts;
 - a report has a number, and comes slot by slot in numbered pieces. The first announcement with its number opens a new
-  inventory, into which its pieces and all later announcements go, and when the last slot is told, what only older
-  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which
-  this directory does not know proves nothing: the node is asked to begin again.
+  inventory, into which its pieces and all later announcements go, and when the last slot is reported, chunks only in
+  older inventories are gone; until then nothing is forgotten. A piece may come twice. One that continues a report
+  unknown to this directory proves nothing: the node is asked to begin again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEv
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
-#: Keys and events kept by the log for followers: as many as there are keys, within these bounds. Beyond that a
-#: snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
+#: Keys and events kept by the log for followers: as many as there are keys, within these bounds. With more, starting from
+#: a snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
 MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
 
 

@@ -19,14 +19,14 @@ over. Its owner leads while its lease is valid: it alone admits nodes, places ch
 A master believes about keys only what its watch reports, never the answers to its own writes, so that it has seen every
 change up to the revision of its own term before it serves a range: including the admitted nodes.
 
-Why no two masters answer for a range at one time:
-- A lease is counted by this master's clock from before it was asked for, MARGIN_S less than by etcd. When it is over
-  this master owns nothing, and it never believes a key that is attached to a lease which it has given up.
-- A range is given up before the key is rewritten, and whatever happens to that call, this term is never answered for
-  again: the key is rewritten, guarded by its term, until it has a later one, be it for the same master.
-- For a clock that stood still with its machine see ``protocol.terms.LeaseProofs``. Confirmed renewals of a lease are
-  told only while a range is owned under it, so the map's version has changed since the lease before: what was said
-  under that one is never proven by a renewal of this one.
+Why two masters never serve a range at the same time:
+- A lease is counted by this master's clock from before its request, MARGIN_S less than by etcd. When it has ended this
+  master owns nothing, and it never accepts a key attached to a lease that it has given up.
+- A range is given up before the key is rewritten, and whatever happens to that call, this term is never served again:
+  the key is rewritten, guarded by its term, until it has a later one, possibly for the same master.
+- For a clock that stopped with its machine see ``protocol.terms.LeaseProofs``. Confirmed renewals of a lease are
+  reported only while a range is owned under it, so the map's version has changed since the lease before: answers given
+  under that one are never proven by a renewal of this one.
 
 Example with ttl 2 s: A owns range 5 in term 40. B joins, and 0.5 s later, when no other has come or gone, A gives range
 5 up and rewrites its key for B, which sees it at revision 57 and answers in term 57. B stops; at its lease's end its

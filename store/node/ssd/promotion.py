@@ -114,7 +114,7 @@ class Promoter:
                 future.set_result(None)
 
     async def settled(self, until_s: float) -> None:
-        """See SsdTier.settled: what was removed stays removed."""
+        """See SsdTier.settled: removed chunks stay removed."""
         await self._tier.settled(until_s)
 
     async def close(self) -> None:

@@ -93,7 +93,7 @@ class Flushes:
         return not self._ranges.isdisjoint(ranges)
 
     def acknowledged(self, ranges: Set[int]) -> None:
-        """Record that the owner of ``ranges`` knows of all removals there."""
+        """Record that the owner of ``ranges`` has all removals there."""
         if self._ranges:
             self._ranges -= ranges
         for done, waiting in list(self._open.items()):
@@ -298,7 +298,7 @@ class MasterOutbox:
 
     @property
     def removals_acknowledged(self) -> bool:
-        """Whether the master knows of all removals, by messages or by a report in their place."""
+        """Whether the master has all removals, by messages or by a report in their place."""
         message = self._in_flight
         is_in_flight = message is not None and bool(message.removed or message.deleted)
         return not (self._removed or self._deleted or self._dropped or is_in_flight)

@@ -7,8 +7,8 @@ flight, go to the outbox of the new owner, and the range is reported there from 
 Each pending put is *unconfirmed* until a master, this one or its predecessor, has accepted it; accepted puts count at
 once at a new master.
 
-Waiters wait for all masters: ``confirm`` for answers on some chunks, whoever owns their keys, and ``flush`` until all
-masters know of earlier removals.
+Waiters wait for all masters: ``confirm`` for answers on some chunks, from any owners, and ``flush`` until all masters
+have the earlier removals.
 
 Example: A owns everything, and a put of "kv/a" (range 50) is in flight to it. The map moves range 50 to B: the put
 waits in B's outbox now, and A's answer on it is void.
