@@ -45,8 +45,8 @@ from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEv
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
-#: Keys and events kept by the log for followers: as many as there are keys, within these bounds. With more, starting from
-#: a snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
+#: Keys and events kept by the log for followers: as many as there are keys, within these bounds. With more, to start
+#: from a snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
 MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
 
 
