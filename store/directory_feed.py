@@ -1,10 +1,10 @@
 """Following the directory from outside: the masters' event streams as values, over restarts, losses and moves.
 
 ``async for batch in follow_directory(address, "kv/")`` gives lists of DirectoryEvent. The first is RESET: forget
-everything; then STORED events up to SYNCED; then changes. After an interruption it goes on where it stopped, if the
-master still has what came after; otherwise RESET comes again, and what the follower knew stays true until then. Where
-several masters share the ranges of keys there is a stream from each of them, and what a range that changed hands lacks
-comes as changes; see ``followed_ranges``.
+everything; then STORED events up to SYNCED; then changes. After an interruption it resumes where it stopped, if the
+master still has the events since; otherwise RESET comes again, and the follower's state stays valid until then. If
+several masters share the ranges of keys there is a stream from each of them, and the differences of a range that
+changed hands come as changes; see ``followed_ranges``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["DirectoryEvent", "DirectoryEventKind", "follow_directory"]
 
 _log = structlog.get_logger(__name__)
 _RETRY_S = 0.2
-#: Time until a token that was refused is shown again: somebody has to do something first.
+#: Time until a refused token is presented again: somebody has to act first.
 _REFUSED_S = 5.0
-#: Batches of all streams that wait for the follower's user; then the streams wait.
+#: Batches of all streams waiting for the follower's user; beyond it the streams wait.
 _MAX_BATCHES = 16
-#: Seconds without a beat after which a master counts as lost: one of several, and an only one, which nobody replaces.
+#: Seconds without a beat after which a master counts as lost: one of several, and a single one without replacement.
 _SILENCE_S, _SILENCE_OF_ONE_S = 2.5, 20.0
 
 
@@ -46,8 +46,8 @@ async def follow_directory(
 ) -> AsyncIterator[list[DirectoryEvent]]:
     """Yield the directory's events for keys that begin with ``key_prefix``, without end; waits for absent masters.
 
-    Close the generator (or cancel its task) to stop. A master that begins to tell of something gives its snapshot when
-    that is complete; until then nothing comes of it. Of several masters ``most_keys`` keys are remembered, about 150
+    Close the generator (or cancel its task) to stop. A master that begins to report a range sends its snapshot when
+    that is complete; until then nothing comes of it. With several masters ``most_keys`` keys are remembered, about 150
     bytes each; with more of them a change of masters is a RESET.
     """
     feed = _Feed(Masters.of(masters), key_prefix, most_keys)
@@ -57,7 +57,7 @@ async def follow_directory(
 
 
 class _Feed:
-    """The driver of FollowedRanges: asks for the map, keeps the streams open, and takes what they bring in turn."""
+    """The driver of FollowedRanges: requests the map, keeps the streams open, and takes their batches in turn."""
 
     def __init__(self, masters: Masters, key_prefix: str, most_keys: int) -> None:
         self._finder = MasterFinder(masters)
@@ -70,7 +70,7 @@ class _Feed:
         self._pause_s = _RETRY_S
 
     async def batches(self) -> AsyncGenerator[list[DirectoryEvent], None]:
-        """The events for the user."""
+        """Yield the events for the user."""
         self._doubt.set()
         keeping = asyncio.create_task(self._keep_streams())
         try:
@@ -111,7 +111,7 @@ class _Feed:
     # --- streams
 
     async def _keep_streams(self) -> None:
-        """Have a stream from each owner, as long as the map is not in doubt; else look it up first."""
+        """Keep a stream from each owner while the map is certain; otherwise look it up first."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._doubt.wait()
@@ -148,7 +148,7 @@ class _Feed:
             self._pause_s = _REFUSED_S
 
     async def _batches_of(self, stream: OwnerStream) -> AsyncGenerator[EventBatch, None]:
-        """The batches of one stream; raises when the master is lost, or does not own the ranges."""
+        """Yield the batches of one stream; raises when the master is lost, or does not own the ranges."""
         ranges, cursor = 0 if stream.is_whole else stream.ranges, stream.cursor
         request = EventsRequest(
             self._key_prefix, cursor.resumes_after, cursor.master_generation, ranges, ranges & ~cursor.synced
@@ -164,7 +164,7 @@ class _Feed:
     # --- the map
 
     async def _look_up(self) -> None:
-        """Learn whom to follow. Raises why nobody could tell."""
+        """Look up the masters to follow. Raises the reason if none could answer."""
         known = self._ranges.map
         if known is None or not known.version:
             address = await self._finder.find()
@@ -176,7 +176,7 @@ class _Feed:
             return
         asked = {owner for owner in known.owners if owner is not None}
         if self._masters.in_etcd:
-            with suppress(MasterUnavailable):  # nobody leads now
+            with suppress(MasterUnavailable):  # there is no leader now
                 asked.add(await self._finder.find())
         else:
             asked.update(self._masters.addresses)
@@ -185,7 +185,7 @@ class _Feed:
             self._learn(*max(maps, key=lambda each: each[1].version))
 
     async def _ask_all(self, addresses: Iterable[Address]) -> list[tuple[Address, MastersReply]]:
-        """The answers of those that have one; raises MasterUnavailable if none has."""
+        """Return the answers of the masters that gave one; raises MasterUnavailable if none did."""
         asked = list(addresses)
         answers = await asyncio.gather(*map(self._ask, asked), return_exceptions=True)
         maps: list[tuple[Address, MastersReply]] = []
@@ -207,7 +207,7 @@ class _Feed:
             _log.info("directory_events.map", version=reply.version, owners=len(set(reply.addresses)))
 
     async def _ask(self, address: Address) -> MastersReply:
-        """What the master there knows of all of them."""
+        """Return the master's view of all masters."""
         known = self._ranges.map
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
         connection = await self._connect(address)

@@ -1,18 +1,18 @@
-"""What a follower of the directory knows of each range of keys, and by which master's word. Pure.
+"""A follower's state of each range of keys, and the master it came from. Pure.
 
-Several masters own parts of the 64 ranges, and each tells of its own only. The follower goes by a map of the masters:
-it has a stream from each owner, and takes from a stream only what is of ranges that the map gives to that master, in
-the term in which it was asked for them. A range that changes hands is asked for at its next owner, whose snapshot is
-compared with what the follower has told before: its user hears of the differences alone, and knows all the time what
-was known last. So the keys have to be remembered, with their holders. Beyond ``most_keys`` of them they are not; then a
-range that changes hands makes the user begin again with everything.
+Several masters own parts of the 64 ranges, and each reports its own only. The follower uses a map of the masters: it
+has a stream from each owner, and takes from a stream only events of ranges that the map gives to that master, in the
+term in which they were requested from it. A range that changes hands is requested from its next owner, whose snapshot
+is compared with what the follower has reported before: its user receives the differences only, and always has the
+latest known state. So the keys have to be remembered, with their holders. Beyond ``most_keys`` of them they are not;
+then a range that changes hands makes the user begin again with everything.
 
-Example: A owns the ranges 0 to 31, B the others, and all have been told. A is killed; B takes over. The follower loses
-A's stream, goes on with B's, and when the map gives it everything asks B to go on behind its last event of the ranges
-32 to 63, and for snapshots of the others. They name all keys but one, which A had told of and a node has evicted since:
-the user hears that this one was removed, and nothing else.
+Example: A owns the ranges 0 to 31, B the others, and all have been reported. A is killed; B takes over. The follower
+loses A's stream, continues with B's, and when the map gives B everything asks it to resume behind its last event of the
+ranges 32 to 63, and for snapshots of the others. They name all keys but one, which A had reported and a node has
+evicted since: the user receives the removal of this one, and nothing else.
 
-An only master, whose map has version 0, tells of everything; what it says is passed on as it is.
+A single master, whose map has version 0, reports everything; its events are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, bits_of, ran
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.types import Address
 
-#: Pairs of a key and a holder that are remembered, about 150 bytes each.
+#: Pairs of a key and a holder to remember, about 150 bytes each.
 MOST_KEYS = 1 << 20
 #: Keys of one event.
 _EVENT_KEYS = 8192
@@ -33,18 +33,18 @@ _K = DirectoryEventKind
 
 
 class EventCursor:
-    """The event of one master up to which a follower knows everything of the ranges ``synced``, a bit for each."""
+    """The last known event of one master: all events up to it are known for the ranges ``synced``, a bit each."""
 
     def __init__(self, master_generation: int = 0, sequence: int = 0, synced: int = 0) -> None:
         self.master_generation, self.sequence, self.synced = master_generation, sequence, synced
 
     @property
     def resumes_after(self) -> int:
-        """The sequence to ask for; 0 (a snapshot) unless a snapshot was complete."""
+        """The sequence to request; 0 (a snapshot) unless a snapshot was complete."""
         return self.sequence if self.synced else 0
 
     def take(self, generation: int, events: Iterable[DirectoryEvent], first: int, last: int) -> bool:
-        """Take a batch; False if something in front of it was lost, upon which the cursor asks for a snapshot."""
+        """Take a batch; False if something in front of it was lost, whereupon the cursor requests a snapshot."""
         if first:
             if generation != self.master_generation or first != self.sequence + 1:
                 self.master_generation = self.sequence = self.synced = 0
@@ -76,7 +76,7 @@ class OwnerStream:
 
     @property
     def ranges(self) -> int:
-        """The ranges that it tells of, a bit for each."""
+        """The ranges it reports, a bit for each."""
         return bits_of(self.terms)
 
     def leave_out(self, number: int) -> None:
@@ -86,7 +86,7 @@ class OwnerStream:
 
 
 class KnownKeys:
-    """The keys of each range by holder; and those of a snapshot that is on its way."""
+    """The keys of each range by holder; and those of an incoming snapshot."""
 
     def __init__(self) -> None:
         self._held: list[dict[str, set[str]]] = [{} for _ in range(NUM_RANGES)]
@@ -94,11 +94,11 @@ class KnownKeys:
         self.num_keys = 0
 
     def begin(self, number: int) -> None:
-        """A snapshot of that range begins."""
+        """Begin a snapshot of that range."""
         self._coming[number] = {}
 
     def store(self, number: int, node_id: str, keys: Iterable[str]) -> set[str]:
-        """The node holds ``keys``; returns those of which that is new."""
+        """Record that the node holds ``keys``; return the new ones."""
         if number in self._coming:
             self._coming[number].setdefault(node_id, set()).update(keys)
         held = self._held[number].setdefault(node_id, set())
@@ -108,7 +108,7 @@ class KnownKeys:
         return new
 
     def remove(self, number: int, node_id: str, keys: Iterable[str]) -> set[str]:
-        """The node does not hold ``keys``; returns those of which that is new."""
+        """Record that the node no longer holds ``keys``; return those that were known."""
         held = self._held[number].get(node_id, set())
         gone = held.intersection(keys)
         held -= gone
@@ -118,7 +118,7 @@ class KnownKeys:
         return gone
 
     def settle(self, number: int) -> Iterator[tuple[str, set[str]]]:
-        """The snapshot of that range is complete: what it did not name is gone."""
+        """End the snapshot of that range: remove and yield everything it did not name."""
         coming = self._coming.pop(number, {})
         for node_id, held in list(self._held[number].items()):
             gone = self.remove(number, node_id, held - coming.get(node_id, set()))
@@ -126,7 +126,7 @@ class KnownKeys:
                 yield node_id, gone
 
     def forget(self, number: int, node_id: str) -> set[str]:
-        """The node holds nothing of that range; returns what it held."""
+        """Record that the node holds nothing of that range; return its former keys."""
         return self.remove(number, node_id, self._held[number].get(node_id, set()).copy())
 
     def knows(self, node_id: str) -> bool:
@@ -134,14 +134,14 @@ class KnownKeys:
         return any(node_id in held for held in self._held)
 
     def check(self) -> None:
-        """Assert that the number of keys is theirs, and that no holder is kept without any."""
+        """Assert that the number of keys is right, and that no holder is kept without keys."""
         sets = [keys for held in self._held for keys in held.values()]
         assert all(sets)
         assert self.num_keys == sum(map(len, sets))
 
 
 class FollowedRanges:
-    """See the module. ``take_map``, then open what ``to_open`` says, and ``take`` what comes."""
+    """See the module. ``take_map``, then open the streams of ``to_open``, and ``take`` their batches."""
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self.map: RangeMap | None = None
@@ -156,21 +156,21 @@ class FollowedRanges:
         self._streams = {}
         self._keys: KnownKeys | None = KnownKeys()
         self._begun = 0  # ranges of which a snapshot has begun
-        self._known = 0  # those of which the user was told of a key
-        self._coming = 0  # ranges of which a snapshot is on its way
+        self._known = 0  # those of which a key was reported to the user
+        self._coming = 0  # ranges with an incoming snapshot
         self._was_reset = self._was_synced = False
         self._sequence = 0
 
     # --- whom to follow
 
     def take_map(self, known: RangeMap, key_scope: str = "") -> None:
-        """Go by ``known``; what masters put in front of the user's keys belongs to what ranges are counted by."""
+        """Use the map ``known``; the masters' prefix of the user's keys is part of what ranges are computed from."""
         before, self.map, self._key_scope = self.map, known, key_scope
         if before is not None and (before.cluster != known.cluster or bool(before.version) != bool(known.version)):
             self._begin()
 
     def to_open(self) -> list[OwnerStream]:
-        """Streams to open now, each in the place of the last one of its owner."""
+        """Return the streams to open now, each replacing the last one of its owner."""
         if self.map is None:
             return []
         if not self.map.version:
@@ -200,30 +200,30 @@ class FollowedRanges:
         owner, last = self.map.owners[0], next(iter(self._streams.values()), None)
         if owner is None or (last is not None and last.is_open and last.owner == owner):
             return []
-        cursor = EventCursor() if last is None else last.cursor  # the master says whether it is the same one
+        cursor = EventCursor() if last is None else last.cursor  # the master reports whether it is the same one
         self._streams = {owner: OwnerStream(owner, dict.fromkeys(range(NUM_RANGES), 0), cursor, is_whole=True)}
         return list(self._streams.values())
 
     def is_current(self, stream: OwnerStream) -> bool:
-        """Return whether ``stream`` is the one of its owner now."""
+        """Return whether ``stream`` is the current one of its owner."""
         return self._streams.get(stream.owner) is stream
 
     def lost(self, stream: OwnerStream) -> None:
-        """``stream`` has ended; the next one of its owner goes on behind it."""
+        """Record the end of ``stream``; the next one of its owner resumes behind it."""
         stream.is_open = False
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether some ranges have no stream now: they are to be looked up."""
+        """Whether some ranges have no stream now and have to be looked up."""
         covered = [each.ranges for each in self._streams.values() if each.is_open]
         return sum(covered) != ALL_BITS  # no two have one in common
 
-    # --- what they say
+    # --- events of the streams
 
     def take(
         self, stream: OwnerStream, generation: int, events: list[DirectoryEvent], first: int, last: int
     ) -> list[DirectoryEvent] | None:
-        """The events for the user of a batch; None: something was lost, and the stream has to be closed."""
+        """Return the user's events of a batch; None: something was lost, and the stream has to be closed."""
         if not self.is_current(stream):
             return []
         if not stream.cursor.take(generation, events, first, last):
@@ -234,7 +234,7 @@ class FollowedRanges:
         for event in events:
             changes += self._changes(stream, event, is_change=bool(first))
             if not self.is_current(stream):
-                return []  # everything begins again
+                return []  # everything restarts
         if self._keys is not None and self._keys.num_keys > self._most_keys:
             self._keys = None
         return self._with_reset(changes)
@@ -304,7 +304,7 @@ class FollowedRanges:
             yield self._next(kind, node_id, tuple(keys[start : start + _EVENT_KEYS]))
 
     def _next(self, kind: DirectoryEventKind, node_id: str = "", keys: tuple[str, ...] = ()) -> DirectoryEvent:
-        """An event with a number of the follower's own; those of the masters have nothing to do with each other."""
+        """Return an event with a number of the follower's own; those of different masters are unrelated."""
         self._sequence += 1
         return DirectoryEvent(self._sequence, kind, node_id, keys)
 
@@ -315,7 +315,7 @@ class FollowedRanges:
         return [DirectoryEvent(0, _K.RESET), *changes]
 
     def check(self) -> None:
-        """Assert that no range is taken from two masters, and that the map gives it to that one."""
+        """Assert that no range is taken from two masters, and that the map gives it to its source."""
         seen = 0
         for owner, stream in self._streams.items():
             assert owner == stream.owner

@@ -1,7 +1,7 @@
-"""A check of the store: whether the bytes are those that were put, and whether directory and nodes agree.
+"""Check of the store: compare stored bytes with their checksums, and the directory with the nodes.
 
 Every node compares its chunks with their checksums and lists them; the lists are compared with the master's. Chunks
-come and go meanwhile, so a difference is looked at a second time before it is reported.
+come and go meanwhile, so a difference is checked a second time before it is reported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tanghulu.store.protocol.messages import Verified, VerifiedPage
 class Kind(Enum):
     """The kinds of damage that a check finds."""
 
-    CORRUPT = "corrupt"  # the bytes are not what the checksums say
-    MISSING = "missing"  # the directory says that the node holds it, the node does not
-    UNLISTED = "unlisted"  # the node holds it, the directory does not know
-    SILENT = "silent"  # the node did not answer, so its chunks were not looked at
+    CORRUPT = "corrupt"  # the bytes do not match the checksums
+    MISSING = "missing"  # the directory lists the node as a holder, but the node lacks the chunk
+    UNLISTED = "unlisted"  # the node holds it, the directory does not list it
+    SILENT = "silent"  # the node did not answer, so its chunks were not checked
 
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:
-    """Something that is wrong with one chunk on one node; ``key`` "": with the node as a whole."""
+    """A fault of one chunk on one node; an empty ``key`` means a fault of the node as a whole."""
 
     kind: Kind
     node: str
@@ -39,25 +39,25 @@ class CheckFinding:
 _PAGE_DEADLINE_S = 10.0
 
 
-#: A callback that gets the number of nodes looked at, and of all nodes.
+#: A callback that gets the number of checked nodes, and of all nodes.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The findings of a check of ``num_chunks`` chunks, and those that are ``left`` after a repair."""
+    """The findings of a check of ``num_chunks`` chunks, and the findings ``left`` after a repair."""
 
     num_chunks: int
     findings: tuple[CheckFinding, ...]
     left: tuple[CheckFinding, ...]
 
     def row(self) -> Row:
-        """The report as an object for JSON."""
+        """Return the report as an object for JSON."""
         return {"num_chunks": self.num_chunks, "findings": plain(self.findings), "left": plain(self.left)}
 
 
 def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified]]) -> list[CheckFinding]:
-    """The differences between the master's listing and the nodes (node -> key -> chunk), and the corrupt chunks."""
+    """Return the differences between the master's listing and the nodes' (node -> key -> chunk), and corrupt chunks."""
     listed = {(node, info.key): info.version for info in listing for node in info.nodes if node in held}
     findings = [
         CheckFinding(Kind.MISSING, node, key)
@@ -74,14 +74,14 @@ def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified
 
 
 def check(*, with_repair: bool, progress: Progress | None = None) -> Order[CheckReport]:
-    """Verify the bytes of all chunks in memory and compare directory and nodes; repair what is found if so asked."""
+    """Verify the bytes of all chunks in memory and compare directory and nodes; optionally repair the findings."""
     findings, num_chunks = yield from find(progress)
     left = (yield from _repair()) if findings and with_repair else findings
     return CheckReport(num_chunks, tuple(findings), tuple(left))
 
 
 def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], int]]:
-    """The findings that two looks in a row have in common, and the number of chunks looked at."""
+    """Return the findings common to two consecutive checks, and the number of chunks checked."""
     first, num_chunks = yield from _look(progress)
     if not first:
         return [], num_chunks
@@ -91,7 +91,7 @@ def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], in
 
 
 def _repair() -> Order[list[CheckFinding]]:
-    """Drop corrupt chunks and have the nodes report to the master again; returns the findings after that."""
+    """Drop corrupt chunks and have the nodes report to the master again; return the remaining findings."""
     yield from _look(None, drop_corrupt=True, report=True)
     left, _ = yield from find()
     return left
@@ -108,7 +108,7 @@ def _look(
             progress(number, len(views))
         try:
             held[view.id] = yield from _held_by(view.id, drop_corrupt=drop_corrupt, report=report)
-        except (NodeUnavailable, DeadlineExceeded):  # it stands still, or has just gone
+        except (NodeUnavailable, DeadlineExceeded):  # it is stalled, or has just left
             silent.append(CheckFinding(Kind.SILENT, view.id, ""))
     listing: list[KeyInfo] = yield asking("list_keys")
     return silent + compare(listing, held), sum(map(len, held.values()))

@@ -16,7 +16,7 @@ _POLL_S = 0.25
 
 
 def _views(node: str) -> Order[list[NodeView]]:
-    """List all nodes; raises NodeNotFound for a ``node`` that is not among them ("" is no node, and fine)."""
+    """List all nodes; raise NodeNotFound if ``node`` is not among them ("" names no node and is accepted)."""
     views: list[NodeView] = yield asking("nodes")
     if node and all(view.id != node for view in views):
         known = ", ".join(view.id for view in views) or "none"
@@ -25,13 +25,13 @@ def _views(node: str) -> Order[list[NodeView]]:
 
 
 def _chosen(node: str) -> Order[list[str]]:
-    """``node`` alone, or all if it is ""."""
+    """Return ``node`` alone, or all nodes if it is ""."""
     views = yield from _views(node)
     return [node] if node else [view.id for view in views]
 
 
 def evict(node: str, keys: Sequence[str], num_bytes: int) -> Order[Row]:
-    """Evict ``keys``, and ``num_bytes`` by the policy, on one node or (``node`` "") on each; node -> what went."""
+    """Evict ``keys``, and ``num_bytes`` by the policy, on one node or (``node`` "") on each; return node -> evicted."""
     chosen = yield from _chosen(node)
     evicted = {}
     for each in chosen:
@@ -40,7 +40,7 @@ def evict(node: str, keys: Sequence[str], num_bytes: int) -> Order[Row]:
 
 
 def policy(node: str, name: str | None) -> Order[dict[str, str]]:
-    """The eviction policy of one node or (``node`` "") of all, after switching to ``name`` if one is given."""
+    """Return the eviction policy of one node or (``node`` "") of all, after switching to ``name`` if given."""
     chosen = yield from _chosen(node)
     policies = {}
     for each in chosen:
@@ -56,36 +56,36 @@ def replicate(keys: Sequence[str], holders: int, for_s: float) -> Order[Row]:
 
 @dataclass(frozen=True, slots=True)
 class RemovalOutcome:
-    """The result of removing several keys; ``failure``: the first reason why one could not be removed."""
+    """The result of removing several keys; ``failure`` is the first error that prevented a removal."""
 
     num_removed: int
     missing: tuple[str, ...] = ()
     failure: TanghuluError | None = None
 
     def row(self) -> Row:
-        """The result as an object for JSON."""
+        """Return the result as an object for JSON."""
         return {"num_removed": self.num_removed, "missing": list(self.missing)}
 
     def plus(self, other: RemovalOutcome) -> RemovalOutcome:
-        """The sum of two removals."""
+        """Return the sum of two removals."""
         num_removed = self.num_removed + other.num_removed
         return RemovalOutcome(num_removed, self.missing + other.missing, self.failure or other.failure)
 
     def complain(self) -> None:
-        """Raise the failure, if there is one, or ChunkNotFound for keys that were not there."""
+        """Raise the failure, if any, or ChunkNotFound for missing keys."""
         if self.failure is not None:
             raise self.failure
         complain_of(self.missing)
 
 
 def complain_of(missing: Sequence[str]) -> None:
-    """Raise ChunkNotFound if there are keys that are not in the store."""
+    """Raise ChunkNotFound for keys missing from the store, if any."""
     if missing:
         raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
 
 
 def missing(keys: Sequence[str]) -> Order[list[str]]:
-    """Those of ``keys`` that are not in the store."""
+    """Return those of ``keys`` that are missing from the store."""
     there: list[bool] = yield asking("exists_many", keys)
     return [key for key, is_there in zip(keys, there, strict=True) if not is_there]
 
@@ -108,10 +108,10 @@ def undrain(node: str) -> Order[Row]:
 def drain(
     node: str, *, wait: bool, timeout_s: float | None = None, on_view: Callable[[NodeView], None] = lambda view: None
 ) -> Order[Row]:
-    """Have the chunks of ``node`` moved away; with ``wait`` until it may be stopped, at most ``timeout_s``.
+    """Have the chunks of ``node`` moved away; ``wait`` until the node may be stopped, at most ``timeout_s``.
 
-    ``told`` sees the node at each look. When the time is up DeadlineExceeded is raised; the drain goes on.
-    Raises Conflict where no other node takes chunks.
+    ``told`` receives the node's state at each poll. DeadlineExceeded is raised when the time is up, while the drain
+    continues. Raises Conflict if no other node accepts chunks.
     """
     began_s = time.monotonic()
     views = yield from _views(node)
@@ -126,7 +126,7 @@ def drain(
 def _until_drained(
     node: str, began_s: float, timeout_s: float | None, on_view: Callable[[NodeView], None]
 ) -> Generator[Question | Pause, Any, int]:
-    """Wait until the node may be stopped; returns the number of its chunks, all of which others hold too."""
+    """Wait until the node may be stopped; return the number of its chunks, all of them also held elsewhere."""
     was_draining = False
     while True:
         views: list[NodeView] = yield asking("nodes")

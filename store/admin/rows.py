@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
 
 
 def totals(nodes: Sequence[NodeView]) -> dict[str, int]:
-    """The store as a whole; each copy of a chunk counts."""
+    """Return totals over the whole store; each copy of a chunk counts."""
     return {
         "num_nodes": len(nodes),
         "num_chunks": sum(n.num_chunks for n in nodes),
@@ -43,26 +43,26 @@ def totals(nodes: Sequence[NodeView]) -> dict[str, int]:
 
 
 def put(status: Status) -> Row:
-    """The result of a put."""
+    """Return the row for a put's result."""
     return {"key": status.key, "existed": status.existed, "num_replicas": status.num_replicas}
 
 
 def events(event: DirectoryEvent) -> Iterator[Row]:
-    """One row for each key of ``event``, or one with key "" if it names none."""
+    """Yield one row for each key of ``event``, or one with key "" if it names none."""
     name = event.kind.name.lower()
     for key in event.keys or ("",):
         yield {"event": name, "node": event.node_id, "key": key, "sequence": event.sequence}
 
 
 class Beginning:
-    """Decides which events a follower is shown that may want only changes, not what is there already."""
+    """Filter of events for a follower that may want changes only, without the existing keys."""
 
     def __init__(self, *, snapshot: bool) -> None:
         self._snapshot = snapshot
         self._synced = False
 
     def shows(self, event: DirectoryEvent) -> bool:
-        """Return whether ``event``, the next one, is to be shown."""
+        """Return whether to show ``event``, the next one."""
         shown = self._synced or self._snapshot
         if event.kind is DirectoryEventKind.RESET:
             self._synced = False

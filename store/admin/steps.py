@@ -1,7 +1,7 @@
 """Orders of several calls, written once and driven by the blocking client or by the asyncio one.
 
-An order is a generator: it yields what to ask a client (a function of it) or a ``Pause``, and gets the answer or the
-typed error back. Its return value is the order's result.
+An order is a generator: it yields a question to a client (a function of it) or a ``Pause``, and receives the answer or
+the typed error. Its return value is the order's result.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Pause:
     seconds: float
 
 
-#: Of either client: both have the same methods.
+#: Either client: both have the same methods.
 Question = Callable[[Any], Any]
 Order = Generator[Question | Pause, Any, T]
 
 
 def perform(store: Client, order: Order[T]) -> T:
-    """Drive ``order`` with the blocking client; returns its result or raises its error."""
+    """Drive ``order`` with the blocking client; return its result or raise its error."""
     try:
         step = next(order)
         while True:
@@ -55,7 +55,7 @@ def _answer(store: Client, step: Question | Pause) -> Any:
 
 
 async def perform_async(store: AsyncClient, order: Order[T]) -> T:
-    """Drive ``order`` with the asyncio client; returns its result or raises its error."""
+    """Drive ``order`` with the asyncio client; return its result or raise its error."""
     try:
         step = next(order)
         while True:
@@ -78,7 +78,7 @@ async def _answer_async(store: AsyncClient, step: Question | Pause) -> Any:
 
 
 def asking(method: str, *arguments: Any, **options: Any) -> Question:
-    """The question that is one call of a client's ``method``."""
+    """Return the question that calls one ``method`` of a client."""
 
     def question(store: Any) -> Any:
         return getattr(store, method)(*arguments, **options)

@@ -50,7 +50,7 @@ def connect(
 
 
 class Connecting:
-    """A client that is being opened: await it, or enter it."""
+    """A client being opened: await it, or enter it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -85,7 +85,7 @@ class Connecting:
 
 
 class AsyncClient:
-    """The store as one event loop sees it. Every method takes ``deadline_s``; None means the client's own."""
+    """The store, as used from one event loop. Every method takes ``deadline_s``; None means the client's default."""
 
     def __init__(self, settings: Settings) -> None:
         self._driver = AsyncioDriver(settings)
@@ -110,15 +110,15 @@ class AsyncClient:
         checksums: Checksums = NO_CHECKSUMS,
         deadline_s: float | None = None,
     ) -> Status:
-        """Store ``value`` (bytes-like, numpy array, torch tensor) under ``key``; a key that is there is a hit.
+        """Store ``value`` (bytes-like, numpy array, torch tensor) under ``key``; an existing key is a hit.
 
-        A list of values is stored as one, each behind the other, without joining them first.
+        A list of values is stored as one value, concatenated, without joining them first.
 
         When this returns, a get from anywhere finds the key; ``visible=False`` does not wait for that. The value is
-        written to ``replicas`` nodes as far as there are so many (see Status). ``prefer_node``, by its id, comes first
-        while it can take the value. ``part_bytes`` asks for one checksum per
-        run of so many bytes (a layer), ``checksums`` brings them along. Raises StoreFull, NodeUnavailable,
-        MasterUnavailable, InvalidRequest, DeadlineExceeded.
+        written to ``replicas`` nodes, or to all if there are fewer (see Status). The node with the id ``prefer_node``
+        comes first while it has room for the value. ``part_bytes`` requests one checksum per run of that many bytes (a
+        layer), ``checksums`` supplies them. Raises StoreFull, NodeUnavailable, MasterUnavailable, InvalidRequest,
+        DeadlineExceeded.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
         return await self._perform(deadline_s, self._do.put, PutItem(key, value, checksums), options)
@@ -136,10 +136,10 @@ class AsyncClient:
         raise_errors: bool = False,
         deadline_s: float | None = None,
     ) -> list[Status]:
-        """Store many values: a dict, or (key, value) pairs or PutItems; a Status each, in order.
+        """Store many values: a dict, or (key, value) pairs or PutItems; return a Status each, in order.
 
-        What went wrong with a value is in its status, which is false then; ``raise_errors`` raises the first error,
-        when all have ended. Bad options raise InvalidRequest.
+        A value's error is in its status, which is then false; ``raise_errors`` raises the first error after all have
+        ended. Bad options raise InvalidRequest.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
         return await self._perform(deadline_s, self._do.put_many, items, options, raise_errors)
@@ -158,8 +158,8 @@ class AsyncClient:
     ) -> Status:
         """Store a torch tensor with its dtype and shape, for ``get_tensor``; options and errors as with ``put``.
 
-        The tensor is dense and in host memory; one that is not contiguous is copied first. What is stored is a short
-        header and the elements, see ``tanghulu.store.client.tensors``.
+        The tensor must be dense and in host memory; one that is not contiguous is copied first. The stored value is a
+        short header and the elements, see ``tanghulu.store.client.tensors``.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, 0)
         return await self._perform(deadline_s, self._do.put_tensor, key, tensor, options)
@@ -167,7 +167,7 @@ class AsyncClient:
     # --- gets
 
     async def get(self, key: str, *, deadline_s: float | None = None) -> Chunk:
-        """The value; over shm without a copy. Close the chunk, or use it in a ``with``, to give its memory back.
+        """Return the value; over shm without a copy. Close the chunk, or use it in a ``with``, to return its memory.
 
         Raises ChunkNotFound, NodeUnavailable, ChecksumMismatch, DirectoryIncomplete, MasterUnavailable,
         DeadlineExceeded.
@@ -177,30 +177,29 @@ class AsyncClient:
     async def get_range(
         self, key: str, offset: int, length: int | None = None, *, deadline_s: float | None = None
     ) -> Chunk:
-        """``length`` bytes of the value from ``offset`` on, or all behind it; over shm without a copy.
+        """Return ``length`` bytes of the value from ``offset`` on (default: the rest); over shm without a copy.
 
-        Only the parts around the range are moved and verified where the chunk has several checksums (see
-        ``part_bytes``); else all of it. Raises as ``get``, and InvalidRequest for a range that is not within the value.
+        If the chunk has several checksums (see ``part_bytes``), only the parts around the range are moved and verified;
+        otherwise all of it. Raises as ``get``, and InvalidRequest for a range outside the value.
         """
         return await self._perform(deadline_s, self._do.get_range, key, offset, length)
 
     async def get_into(
         self, key: str, buffer: Any, *, offset: int = 0, length: int | None = None, deadline_s: float | None = None
     ) -> int:
-        """The value into ``buffer`` (writable bytes-like, array, tensor, or a registered Buffer); returns its size.
+        """Read the value into ``buffer`` (writable bytes-like, array, tensor or registered Buffer); return its size.
 
-        A list of buffers is filled one behind the other. With ``offset`` and ``length`` only that part, see
-        ``get_range``. Raises as ``get``, and InvalidRequest if the buffers are too small. After an error their contents
-        are undefined.
+        A list of buffers is filled in order. ``offset`` and ``length`` select a part, see ``get_range``. Raises as
+        ``get``, and InvalidRequest if the buffers are too small. After an error their contents are undefined.
         """
         return await self._perform(deadline_s, self._do.get_into, key, buffer, offset, length)
 
     async def get_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
     ) -> list[Chunk | TanghuluError]:
-        """A chunk or an error for each key, bad keys included.
+        """Return a chunk or an error for each key, bad keys included.
 
-        Give the keys of one prompt in their order: eviction then spares prefixes.
+        Give the keys of one prompt in their order, so that eviction spares prefixes.
 
         ``raise_errors`` raises the first error instead, and closes the chunks that were found.
         """
@@ -214,17 +213,17 @@ class AsyncClient:
         raise_errors: bool = False,
         deadline_s: float | None = None,
     ) -> list[int | TanghuluError]:
-        """Each value into its buffer; a size or an error for each key. The buffers must not overlap.
+        """Read each value into its buffer; return a size or an error for each key. The buffers must not overlap.
 
-        A key's buffer may be a list of buffers, which are filled one behind the other, as with ``get_into``.
-        ``raise_errors`` raises the first error instead.
+        A key's buffer may be a list of buffers, which are filled in order, as with ``get_into``. ``raise_errors``
+        raises the first error instead.
         """
         return await self._perform(deadline_s, self._do.get_many_into, keys, buffers, raise_errors)
 
     async def get_tensor(self, key: str, *, shared: bool = False, deadline_s: float | None = None) -> torch.Tensor:
-        """The tensor that ``put_tensor`` stored: a copy, the caller's own. ``shared=True`` as with ``Chunk.torch``.
+        """Return a tensor stored by ``put_tensor``, as the caller's own copy. ``shared=True`` as with ``Chunk.torch``.
 
-        Raises as ``get``, and InvalidRequest for a value that was put otherwise.
+        Raises as ``get``, and InvalidRequest for a value stored by another method.
         """
         tensor: torch.Tensor = await self._perform(deadline_s, self._do.get_tensor, key, shared)
         return tensor
@@ -236,88 +235,89 @@ class AsyncClient:
         return await self._perform(deadline_s, self._do.exists, key)
 
     async def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
-        """The same for many keys in one call."""
+        """Return the same for many keys in one call."""
         return await self._perform(deadline_s, self._do.exists_many, keys)
 
     async def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int:
-        """How many of ``keys`` exist, counted from the first up to the first that does not."""
+        """Return the number of leading ``keys`` that exist, up to the first missing one."""
         return await self._perform(deadline_s, self._do.match_prefix, keys)
 
     async def wait_for(self, key: str, *, deadline_s: float | None = None) -> bool:
-        """Wait until somebody has put the key, at most ``deadline_s``; whether it is there.
+        """Wait until the key is stored, at most ``deadline_s``; return whether it is.
 
-        The master tells as soon as the put is announced. A master that restarts meanwhile, or another that leads, is
-        asked again. Raises MasterUnavailable if none answered to the end, Overloaded if too many wait there.
+        The master answers as soon as the put is announced. If it restarts meanwhile, or another one takes over, the
+        request is repeated. Raises MasterUnavailable if none answered until the deadline, Overloaded if too many
+        callers wait there.
         """
         return await self._perform(deadline_s, self._do.wait_for, key)
 
     async def wait_for_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
-        """The same until all of ``keys`` are there, or the time is up; for each whether it is."""
+        """Wait until all of ``keys`` are stored, or the time is up; return for each whether it is."""
         return await self._perform(deadline_s, self._do.wait_for_many, keys)
 
     async def stat(self, key: str, *, deadline_s: float | None = None) -> ChunkInfo:
-        """What the store knows of a chunk; raises ChunkNotFound."""
+        """Return the store's description of a chunk; raises ChunkNotFound."""
         return await self._perform(deadline_s, self._do.stat, key)
 
     async def list_keys(
         self, prefix: str = "", *, after: str = "", limit: int | None = None, deadline_s: float | None = None
     ) -> list[KeyInfo]:
-        """The first ``limit`` keys (None: all) that begin with ``prefix`` and come behind ``after``, in order.
+        """Return the first ``limit`` keys (None: all) with ``prefix`` that sort behind ``after``, in order.
 
-        To read them page by page, give the last key of a page as ``after`` of the next: keys that come or go meanwhile
+        To page through them, give the last key of a page as ``after`` of the next: keys added or removed meanwhile
         shift nothing. Raises MasterUnavailable.
         """
         return await self._perform(deadline_s, self._do.list_keys, prefix, limit, after)
 
     async def _meet(self) -> None:
-        """Hear whether the master is there, and which nodes it knows."""
+        """Check that the master answers, and take its list of nodes."""
         await self._perform(None, self._do.meet)
 
     async def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
-        """All store nodes as the master lists them."""
+        """Return all store nodes as listed by the master."""
         return await self._perform(deadline_s, self._do.nodes)
 
     async def masters(self, *, deadline_s: float | None = None) -> list[MasterView]:
-        """The masters that own ranges of keys, and how much each knows; one that does not answer is among them."""
+        """Return the masters that own ranges of keys, with the keys known to each, unresponsive ones included."""
         return await self._perform(deadline_s, self._do.masters)
 
     async def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
-        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only.
+        """Return the usage and activity of each tenant over all nodes; a tenant's token shows that tenant only.
 
-        Raises InvalidRequest where the nodes know no tenants.
+        Raises InvalidRequest if the nodes have no tenants.
         """
         return await self._perform(deadline_s, self._do.tenants)
 
     # --- removal
 
     async def eviction_policy(self, node: str, name: str | None = None, *, deadline_s: float | None = None) -> str:
-        """The eviction policy of the node called ``node``, after switching it to ``name`` if one is given.
+        """Return the eviction policy of the node called ``node``, after switching it to ``name`` if given.
 
         A switch keeps all chunks; it lasts until the node restarts. Raises InvalidRequest for an unknown name or node.
         """
         return await self._perform(deadline_s, self._do.eviction_policy, node, name)
 
     async def drain(self, node: str, draining: bool = True, *, deadline_s: float | None = None) -> None:
-        """Have the node called ``node`` take no new chunks and its chunks copied to others, or undo that.
+        """Have the node called ``node`` refuse new chunks and its chunks copied to others, or undo that.
 
-        ``nodes()`` tells how far it is: ``num_unsafe`` chunks are left, ``drained`` means that it may be stopped.
+        ``nodes()`` reports the progress: ``num_unsafe`` chunks are left, ``drained`` means that it may be stopped.
         """
         await self._perform(deadline_s, self._do.drain, node, draining)
 
     async def replicate(
         self, keys: Sequence[str], *, holders: int = 2, for_s: float = 60.0, deadline_s: float | None = None
     ) -> int:
-        """Have each of ``keys`` held by ``holders`` nodes for ``for_s`` seconds, so that many can read it at once.
+        """Have each of ``keys`` held by ``holders`` nodes for ``for_s`` seconds, to serve many readers at once.
 
-        The master has it copied in the background, within its bounds (four holders, a rate); copies that nobody reads
-        go again afterwards. Returns how many of the keys were taken: those that are there and not too many.
+        The master has them copied in the background, within its bounds (four holders, a rate); unread copies are
+        dropped afterwards. Returns the number of keys accepted: those that exist, up to the bound.
         """
         return await self._perform(deadline_s, self._do.replicate, keys, holders, for_s)
 
     async def evict(
         self, node: str, keys: Sequence[str] = (), *, num_bytes: int = 0, deadline_s: float | None = None
     ) -> Evicted:
-        """Evict ``keys`` on one node, and ``num_bytes`` more by its policy; what is being read or pinned hard stays."""
+        """Evict ``keys`` on one node, and ``num_bytes`` more by its policy; chunks being read or pinned hard stay."""
         return await self._perform(deadline_s, self._do.evict, node, keys, num_bytes)
 
     async def verify(
@@ -329,43 +329,44 @@ class AsyncClient:
         report: bool = False,
         deadline_s: float | None = None,
     ) -> VerifiedPage:
-        """Some chunks of one node, in order behind the key ``after``, each compared with its checksums.
+        """Compare a page of one node's chunks, in order behind the key ``after``, with their checksums.
 
-        ``drop_corrupt`` drops those that do not match; ``report`` has the node tell the master again all that it holds.
+        ``drop_corrupt`` drops those that do not match; ``report`` has the node report all its chunks to the master
+        again.
         """
         return await self._perform(deadline_s, self._do.verify, node, after, drop_corrupt, report)
 
     async def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
-        """Drop the chunk everywhere, copies under way included; whether there was one.
+        """Drop the chunk everywhere, including copies in progress; return whether there was one.
 
-        ``exists`` says False once this has returned, until somebody puts the key again.
+        ``exists`` returns False once this has returned, until somebody puts the key again.
         """
         return await self._perform(deadline_s, self._do.remove, key)
 
     async def remove_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
     ) -> list[bool | TanghuluError]:
-        """Drop many chunks; an outcome each. ``raise_errors`` raises the first error instead."""
+        """Drop many chunks; return an outcome each. ``raise_errors`` raises the first error instead."""
         return await self._perform(deadline_s, self._do.remove_many, keys, raise_errors)
 
     async def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
-        """Drop every chunk whose key the regular expression is found in; how many there were.
+        """Drop every chunk whose key matches the regular expression anywhere; return their number.
 
-        Waits while a master that is rebuilding cannot list all keys; raises DirectoryIncomplete if that takes too long,
-        and InvalidRequest for an empty pattern: ``"^"`` is every key.
+        Waits while a rebuilding master cannot list all keys; raises DirectoryIncomplete if that takes too long, and
+        InvalidRequest for an empty pattern: ``"^"`` matches every key.
         """
         return await self._perform(deadline_s, self._do.remove_matching, pattern)
 
     # --- memory
 
     def register(self, buffer: Any) -> Buffer:
-        """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
+        """Register local memory once, for many ``get_into`` and ``put`` calls; cheaper than doing so in each call."""
         return self._driver.register(buffer)
 
     # --- life
 
     async def close(self) -> None:
-        """Close every connection. Chunks and arrays in use keep their memory until they go, too."""
+        """Close every connection. Chunks and arrays in use keep their memory until they are dropped, too."""
         await self._driver.close()
 
     async def __aenter__(self) -> Self:

@@ -1,8 +1,8 @@
-"""The store as the cache of an engine: every call ends within its deadline, and whatever goes wrong is a miss.
+"""The store as the cache of an engine: every call ends within its deadline, and every failure is a miss.
 
-Serves our workers, vLLM's connector and tier, LMCache and SGLang. Calls block, and threads may share a store. One that
-does not answer is left alone for a while (`Breaker`), so that only the first call waits for it. Values of another size
-than their buffers are misses, too: ``KvClient`` removes them.
+Serves our workers, vLLM's connector and tier, LMCache and SGLang. Calls block, and threads may share a store. A store
+that does not answer is not called for a while (`Breaker`), so that only the first call waits for it. Values whose size
+differs from their buffers' are misses, too: ``KvClient`` removes them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _log = logging.getLogger(__name__)
 
 LOAD_DEADLINE_S: Final = 5.0
 SAVE_DEADLINE_S: Final = 10.0
-#: Lookups that fail in a row before the store is left alone; of transfers one is enough, it took a whole deadline.
+#: Consecutive failed lookups before the store is left alone; for transfers one is enough, it took a whole deadline.
 MAX_FAILED_LOOKUPS: Final = 3
 MAX_FAILED_TRANSFERS: Final = 1
 FIRST_REST_S: Final = 1.0
 MAX_REST_S: Final = 30.0
-#: Transfers are cut into calls of this many keys, so that no answer is larger than a node gives at once.
+#: Transfers are cut into calls of this many keys, so that no answer is larger than a node sends at once.
 KEYS_PER_CALL: Final = 256
 
-#: Errors of one key with which the store has answered.
+#: Errors of one key that show the store to be answering.
 _ANSWERS = (ChunkNotFound, StoreFull, InvalidRequest)
-#: Errors of one key that every other key would meet, too, after as long a wait.
+#: Errors of one key that every other key would meet, too, after the same wait.
 _STORE_AWAY = (MasterUnavailable, DirectoryIncomplete, DeadlineExceeded)
 
 
 class BlockClient(Protocol):
-    """The part of ``KvClient`` that is used."""
+    """The methods of ``KvClient`` used here."""
 
     def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]: ...
 
@@ -64,10 +64,10 @@ class BlockClient(Protocol):
 
 
 class Breaker:
-    """Closed: all may call. Open after ``max_failures`` in a row: nobody for a while, then one that tries.
+    """Closed: all may call. Open after ``max_failures`` in a row: no calls for a while, then a single trial.
 
-    Example with 3 failures at 0 s, and a store that comes back at 5 s: rests until 1 s, fails, until 3 s, fails, until
-    7 s, succeeds; at 7 s all may call again. Thread-safe.
+    Example with 3 failures at 0 s, and a store that recovers at 5 s: rests until 1 s, fails, until 3 s, fails, until 7
+    s, succeeds; at 7 s all may call again. Thread-safe.
     """
 
     def __init__(self, max_failures: int, clock: Clock) -> None:
@@ -84,7 +84,7 @@ class Breaker:
 
     @property
     def would_allow(self) -> bool:
-        """What `allows` would say now."""
+        """Whether `allows` would return True now."""
         return not self.is_open or (self._clock.now_s() >= self._until_s and not self._trying)
 
     def allows(self) -> bool:
@@ -95,14 +95,14 @@ class Breaker:
             return allowed
 
     def succeeded(self) -> None:
-        """Note that a call was answered."""
+        """Record that a call was answered."""
         with self._lock:
             self._num_failures, self._rest_s, self._trying = 0, FIRST_REST_S, False
 
     def failed(self) -> bool:
-        """Note that a call was not answered in time, or not at all; returns whether that has opened the breaker.
+        """Record that a call was not answered, or not in time; return whether that has opened the breaker.
 
-        Calls that began before the breaker opened change nothing.
+        Calls begun before the breaker opened change nothing.
         """
         with self._lock:
             was_open = self.is_open
@@ -121,7 +121,7 @@ class Breaker:
 
 
 class BlockStore:
-    """A client of the store that never raises what the store does; ``counts`` has the outcomes of calls, by name."""
+    """A client of the store that raises none of the store's errors; ``counts`` has the outcomes of calls, by name."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class BlockStore:
 
     @property
     def is_available(self) -> bool:
-        """Whether a transfer would be tried now."""
+        """Whether a transfer would be attempted now."""
         return self._transfers.would_allow
 
     def has(self, keys: Sequence[str], deadline_s: float | None = None) -> list[bool]:
-        """Which keys are there; none if the store does not answer in time."""
+        """Return for each key whether it exists; all False if the store does not answer in time."""
         within_s = min(self._load_s, deadline_s or self._load_s)
         found = self._call(self._lookups, "lookups", keys, lambda: self._client.exists_many(keys, deadline_s=within_s))
         there = [each is True for each in found]
@@ -156,7 +156,7 @@ class BlockStore:
         return there
 
     def num_leading(self, keys: Sequence[str], deadline_s: float) -> int | None:
-        """How many leading keys are there; None if the store does not answer in time."""
+        """Return the number of leading keys that exist; None if the store does not answer in time."""
         if not keys:
             return 0
         match = self._client.match_prefix
@@ -166,9 +166,10 @@ class BlockStore:
     def load(
         self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None
     ) -> list[TanghuluError | None]:
-        """Fill each buffer (or list of buffers) with its key's value; returns an error for each that is not whole.
+        """Fill each buffer (or list of buffers) with its key's value; return an error for each incomplete one.
 
-        Of ChunkNotFound nothing has arrived. ``until_s`` bounds all calls, by the clock; each has its deadline besides.
+        ChunkNotFound means that nothing has arrived. ``until_s`` bounds all calls, by the clock; each has its own
+        deadline besides.
         """
         errors: list[TanghuluError | None] = []
         for at in range(0, len(keys), KEYS_PER_CALL):
@@ -187,7 +188,7 @@ class BlockStore:
         return [each if isinstance(each, TanghuluError) else None for each in outcomes]
 
     def save(self, keys: Sequence[str], values: Sequence[Any], **options: Any) -> list[bool]:
-        """Put each value (or list of buffers); whether its key is there now, put by this call or before."""
+        """Put each value (or list of buffers); return whether its key now exists, put by this call or earlier."""
         stored: list[bool] = []
         for at in range(0, len(keys), KEYS_PER_CALL):
             stored += self._save(keys[at : at + KEYS_PER_CALL], values[at : at + KEYS_PER_CALL], options)
@@ -202,25 +203,25 @@ class BlockStore:
         return [each is None for each in self._call(self._transfers, "saves", keys, put)]
 
     def remove(self, keys: Sequence[str]) -> list[bool]:
-        """Remove the keys; whether each was there, and is gone now."""
+        """Remove the keys; return for each whether it existed and is now removed."""
         remove = self._client.remove_many
         outcomes = self._call(self._transfers, "removals", keys, lambda: remove(keys, deadline_s=self._save_s))
         return [each is True for each in outcomes]
 
     def remove_below(self, prefix: str) -> bool:
-        """Remove every key that begins with ``prefix``; whether all of it was done."""
+        """Remove every key that begins with ``prefix``; return whether all were removed."""
         remove, pattern = self._client.remove_matching, "^" + re.escape(prefix)
         outcomes = self._call(self._transfers, "removals", [prefix], lambda: [remove(pattern, deadline_s=self._save_s)])
         return not isinstance(outcomes[0], TanghuluError)
 
     def close(self) -> None:
-        """Close the client; calls under way end with misses."""
+        """Close the client; calls in progress end as misses."""
         self._client.close()
 
     def _call(
         self, breaker: Breaker, kind: str, keys: Sequence[Any], call: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Make ``call``, if the breaker allows it; returns its outcomes, an error for each key where it failed."""
+        """Make ``call``, if the breaker allows it; return its outcomes, or an error for each key if it failed."""
         if not keys or not breaker.allows():
             return _not_tried(keys)
         try:
@@ -228,7 +229,7 @@ class BlockStore:
         except TanghuluError as error:
             self._count(**{f"{kind}_failed": 1})
             outcomes = [error] * len(keys)
-        except BaseException:  # an interrupt or a bug: the breaker would wait for the outcome; raised on
+        except BaseException:  # an interrupt or a bug: otherwise the breaker would wait for the outcome; re-raised
             breaker.failed()
             raise
         else:
@@ -251,9 +252,9 @@ def _not_tried(keys: Sequence[Any]) -> list[TanghuluError | None]:
 
 
 def _reason_to_rest(outcomes: Sequence[Any]) -> TanghuluError | None:
-    """Return the error that says that the store does not answer; None if one node at most, or one value, is in trouble.
+    """Return the error that shows the store unresponsive; None if the trouble is limited to one node or one value.
 
-    Example: of three blocks the first is on a node that has died, the others come: the store has answered.
+    Example: of three blocks the first is on a dead node, the others arrive: the store has answered.
     """
     failed = [each for each in outcomes if isinstance(each, TanghuluError) and not isinstance(each, _ANSWERS)]
     away = [each for each in failed if isinstance(each, _STORE_AWAY)]

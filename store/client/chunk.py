@@ -1,4 +1,4 @@
-"""A chunk as ``get`` returns it: bytes to look at, possibly the store's own memory."""
+"""A chunk as returned by ``get``: readable bytes, possibly the store's own memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Bytes = npt.NDArray[np.uint8]
 class Chunk:
     """Read-only bytes of one value; a context manager.
 
-    Over shm these are the node's own bytes under a lease, not a copy: ``close()`` gives the lease back. ``view``,
-    ``numpy()`` and ``torch(shared=True)`` share the memory; while one of them lives, so does the lease, even beyond
-    ``close()``.
-    They must not be written to, and a forked child must not look at them: mapped memory is not inherited.
+    Over shm these are the node's own bytes under a lease, not a copy: ``close()`` returns the lease. ``view``,
+    ``numpy()`` and ``torch(shared=True)`` share the memory; while one of them exists, so does the lease, even beyond
+    ``close()``. They must not be written to, and a forked child must not read them: mapped memory is not inherited.
     """
 
     __slots__ = ("_memory", "_on_close", "key", "size_bytes", "version")
@@ -53,19 +52,19 @@ class Chunk:
         return array.copy() if copy else array if dtype is None else array.astype(dtype, copy=bool(copy))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle the bytes: neither memory nor lease goes along."""
+        """Copy and pickle the bytes, without memory or lease."""
         return Chunk, (self.key, self.version, self.bytes())
 
     def __bytes__(self) -> bytes:
         return self.bytes()
 
     def bytes(self) -> bytes:
-        """The bytes by themselves: a copy, unless the value came as bytes."""
+        """Return the bytes as ``bytes``: a copy, unless the value arrived as bytes."""
         memory = self._memory
         return memory if type(memory) is bytes else self.numpy().tobytes()
 
     def numpy(self) -> Bytes:
-        """The bytes as a one-dimensional array of uint8, without a copy."""
+        """Return the bytes as a one-dimensional array of uint8, without a copy."""
         memory = self._memory
         if memory is None:
             raise InvalidRequest(f"chunk {self.key!r} is closed; take what you need of it before that")
@@ -77,12 +76,11 @@ class Chunk:
     def torch(
         self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None, *, shared: bool = False
     ) -> torch.Tensor:
-        """The bytes as a tensor that is the caller's own, a copy; uint8 and flat unless said otherwise.
+        """Return a copy of the bytes as a tensor owned by the caller; flat uint8 by default.
 
-        ``shared=True`` spares the copy: the tensor is the chunk's memory, perhaps the store's own, and must only be
-        read. torch knows no read-only tensors: an operation in place on it ends the process, or destroys the chunk for
-        everybody.
-        To read into a tensor that is there already, see ``Client.get_into``.
+        ``shared=True`` avoids the copy: the tensor is the chunk's memory, perhaps the store's own, and must only be
+        read. torch has no read-only tensors: an operation in place on it ends the process, or destroys the chunk for
+        everybody. To read into an existing tensor, see ``Client.get_into``.
         """
         from tanghulu.store.client import tensors
 
@@ -90,7 +88,7 @@ class Chunk:
         return tensor if shared else tensor.clone()
 
     def close(self) -> None:
-        """Let go of the bytes. Twice is fine."""
+        """Release the bytes. Calling it twice is allowed."""
         if self._memory is None:
             return
         self._memory = None

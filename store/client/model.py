@@ -1,4 +1,4 @@
-"""What callers of the client say and hear: values without behaviour, and the check of a put's options."""
+"""Arguments and results of the client: values without behaviour, and the check of a put's options."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tanghulu.store.protocol.directory_messages import NodeView as NodeView
 from tanghulu.store.protocol.types import Pin
 
 MAX_REPLICAS = 64
-MAX_TTL_S = 49 * 24 * 3600.0  # what 32 bits of milliseconds hold
+MAX_TTL_S = 49 * 24 * 3600.0  # the limit of 32 bits of milliseconds
 
 
 @dataclass(slots=True)  # not frozen: see Status
 class PutItem:
-    """One value of ``put_many`` that needs more than a key. ``checksums`` spares the client computing them."""
+    """One value of ``put_many`` with options of its own. ``checksums`` saves the client computing them."""
 
     key: str
     value: Any
     checksums: Checksums = NO_CHECKSUMS
 
 
-@dataclass(slots=True)  # not frozen: one is made for every put, and freezing makes it a microsecond dearer
+@dataclass(slots=True)  # not frozen: one is created for every put, and freezing costs a microsecond more
 class Status:
-    """What became of one put.
+    """The outcome of one put.
 
-    ``existed``: the key was there already (a hit; nothing was written). ``num_replicas``: nodes that hold the chunk as
-    far as this put knows; fewer than asked for is not an error. ``error`` None means success, and
-    a status with an error is false.
+    ``existed``: the key existed already (a hit; nothing was written). ``num_replicas``: nodes that hold the chunk to
+    this put's knowledge; fewer than requested is not an error. ``error`` None means success, and a status with an error
+    is false.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Status:
         return self.error is None
 
     def check(self) -> Self:
-        """This status; raises the error that the put ended with."""
+        """Return this status, or raise the put's error."""
         if self.error is not None:
             raise self.error
         return self
@@ -57,7 +57,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """How values are put; the fields of ``Client.put``."""
+    """Options of a put; the fields of ``Client.put``."""
 
     replicas: int = 1
     pin: Pin = Pin.NONE
@@ -70,7 +70,7 @@ class PutOptions:
 def put_options(
     replicas: int, pin: str, ttl_s: float | None, prefer_node: str | None, visible: bool, part_bytes: int
 ) -> PutOptions:
-    """The options; raises InvalidRequest that names the bad one."""
+    """Return the options; raises InvalidRequest that names the bad one."""
     try:
         return _put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
     except TypeError:  # it cannot even be hashed
@@ -98,8 +98,9 @@ def _put_options(
 class MasterView:
     """A master that owns ranges of keys. ``term``: of its latest range; 0 if it was not elected.
 
-    ``address`` is "" of an only master, which is where the client found it. ``num_keys``: of its ranges, as far as it
-    knows them; ``num_rebuilding`` of the ranges are not known whole yet. ``answers`` is False of one that did not.
+    ``address`` is "" for a single master, found at the client's own address. ``num_keys``: the known ones of its
+    ranges; ``num_rebuilding`` of the ranges are not completely known yet. ``answers`` is False for an unresponsive
+    master.
     """
 
     address: str
@@ -113,10 +114,10 @@ class MasterView:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """One tenant over all nodes; "" are chunks of no tenant. What follows ``num_chunks`` counts since the nodes' start.
+    """One tenant over all nodes; "" is for chunks without one. Fields behind ``num_chunks`` count from node start.
 
-    ``quota_bytes`` is for each node, ``cluster_quota_bytes`` for all together; 0: no bound. ``share``: of the memory of
-    all nodes, what it uses (0 to 1).
+    ``quota_bytes`` is for each node, ``cluster_quota_bytes`` for all together; 0 means no bound. ``share``: its part of
+    the memory of all nodes (0 to 1).
     """
 
     tenant: str

@@ -1,4 +1,4 @@
-"""What a client was opened with; checked once."""
+"""A client's settings, checked once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WAIT_S = 10.0
 ENGINE_ANSWER_S = 1.0
 TRANSPORTS = ("shm", "ucx", "tcp")
 
-#: Longer deadlines, and infinite ones, are taken for this; nodes refuse longer ones.
+#: Longer deadlines, and infinite ones, are reduced to this; nodes refuse longer ones.
 MAX_DEADLINE_S = 24 * 3600.0
-#: What a call may take that is not to wait: its answer has to come all the same.
+#: Time of a call that is not to wait: its answer still has to arrive.
 AT_ONCE_S = 0.05
 
 
 def deadline_seconds(seconds: float) -> float:
-    """A caller's deadline; raises InvalidRequest unless it is a number above 0."""
+    """Return a caller's deadline; raises InvalidRequest unless it is a number above 0."""
     return min(above_zero("deadline_s", seconds), MAX_DEADLINE_S)
 
 
@@ -34,13 +34,13 @@ def deadline_seconds(seconds: float) -> float:
 class Settings:
     """See ``tanghulu.connect``.
 
-    ``master_answer_s``: what one answer of the master may take, for callers that would rather do without the store than
-    wait: engines and workers. They do not wait either for a master that is away, or is learning what its nodes hold.
+    ``master_answer_s``: seconds for one answer of the master, for callers that prefer doing without the store to
+    waiting: engines and workers. They do not wait either for a master that is away, or rebuilding its directory.
 
-    ``client_id`` names this client to the nodes; nobody can guess it.
+    ``client_id`` identifies this client to the nodes; it cannot be guessed.
     """
 
-    master: Masters  # and what to show there
+    master: Masters  # and the credentials to present there
     transport: str | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
     place: str = ""
@@ -57,7 +57,7 @@ class Settings:
             Place.parse(text("place", self.place))
 
     def deadline_of(self, seconds: float | None) -> float:
-        """The time of a call whose caller said ``seconds``; 0 does not wait. Raises InvalidRequest."""
+        """Return the time of a call with a deadline of ``seconds``; 0 does not wait. Raises InvalidRequest."""
         if seconds is None:
             return self.deadline_s
         return AT_ONCE_S if seconds == 0 else deadline_seconds(seconds)
@@ -69,32 +69,32 @@ class Settings:
 
     @property
     def uses_unix(self) -> bool:
-        """Whether nodes of this host are reached by their Unix socket."""
+        """Whether nodes of this host are reached through their Unix sockets."""
         return self.transport not in ("ucx", "tcp")
 
     @property
     def streams(self) -> bool:
-        """Whether values may travel inside messages that are longer than an inline value."""
+        """Whether values may travel inside messages longer than an inline value."""
         return self.transport != "ucx"
 
     @property
     def engine_transports(self) -> tuple[str, ...]:
-        """What the transfer engine may use; copies through the node need tcp beside shm."""
+        """Transports for the transfer engine; copies through the node need tcp beside shm."""
         return (self.transport,) if self.transport in ("ucx", "tcp") else ("shm", "tcp")
 
     @property
     def wait_s(self) -> float:
-        """How long one call may wait at the master; of several, less than any of them is waited for."""
+        """Seconds that one call may wait at the master; with several masters, less than the wait for any of them."""
         call_s = min(self.master_answer_s, ATTEMPT_S if self.master.several else math.inf)
         return WAIT_S if math.isinf(call_s) else call_s * 2 / 3
 
     def carrier(self, copies: bool) -> str | None:
-        """What the engine is asked to open a segment by; ``copies``: the node wants its mapping left alone."""
+        """Return the engine's transport for opening a segment; ``copies``: the node refuses the use of its mapping."""
         return "tcp" if copies and self.transport != "ucx" else self.transport
 
 
 def not_a_master(asked: Masters, error: TanghuluError) -> TanghuluError:
-    """What the failure of a client's first question says: it is for the master, and every master answers it."""
+    """Return the error for a failed first call, a request to the master that every master answers."""
     if type(error) is not InvalidRequest:
         return error
     return InvalidRequest(

@@ -1,17 +1,17 @@
-"""A client that loads only KV that this cluster's own processes have stored.
+"""A client that loads only KV stored by this cluster's own processes.
 
-The first put of a key stands, and the store does not know who may say what a prompt's KV is. So each value that goes
-out through this client ends with a signature, and what comes in without the right one counts as unusable: as a value
-of another size does. The signature is
+The first put of a key is final, and the store cannot decide which writers to trust for a prompt's KV. So each value
+written by this client ends with a signature, and a value read without the right one counts as unusable, like a value of
+another size. The signature is
 
     BLAKE2b(key of the chunk, xxh3_128(bytes, secret seed), key = the cluster secret's signing key), 16 bytes
 
-A fast hash with a secret seed finds changed bytes, and the keyed hash around it hides what it found, so that nobody
-learns enough about the seed to choose bytes by it (Carter and Wegman, 1981: hash, then encrypt). It covers the bytes
+A fast hash with a secret seed finds changed bytes, and the keyed hash around it hides its result, so that nobody learns
+enough about the seed to choose bytes by it (Carter and Wegman, 1981: hash, then encrypt). It covers the bytes
 themselves and not the store's checksums, which writers choose. Example: a block of 1,000 bytes is a value of 1,016.
 
-Without a cluster secret the signing key is empty: then a signature shows only that a value was stored as KV, and keeps
-out nobody who knows this file.
+Without a cluster secret the signing key is empty: then a signature shows only that a value was stored as KV, and stops
+nobody who knows this file.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class KvSigner:
         self._seed = int.from_bytes(seed, "little")
 
     def sign(self, key: str, pieces: Iterable[Any]) -> bytes:
-        """The signature of a value that lies in ``pieces``, under ``key``."""
+        """Return the signature of a value in ``pieces``, under ``key``."""
         content = self.content()
         for piece in pieces:
             content.update(piece)
         return self.seal(key, content)
 
     def content(self) -> Any:
-        """What becomes the digest of a value, see ``seal``."""
+        """Return the running digest of a value, see ``seal``."""
         return xxhash.xxh3_128(seed=self._seed)
 
     def seal(self, key: str, content: Any) -> bytes:
-        """The signature of the value that ``content`` was shown."""
+        """Return the signature of the value fed to ``content``."""
         return hashlib.blake2b(
             content.digest() + key.encode(), key=self._key, digest_size=SIGNATURE_BYTES, person=b"kv"
         ).digest()
@@ -84,7 +84,7 @@ class _Arrival:
         self._missing = self.size + 1
 
     def holds(self) -> bool:
-        """Return whether the signature is right; of bytes that were not shown as they came they are looked at now."""
+        """Return whether the signature is right; bytes not hashed on arrival are hashed now."""
         if self._missing:
             self.begin()
             for piece in self.pieces:
@@ -93,9 +93,9 @@ class _Arrival:
 
 
 class KvClient(Client):
-    """A client of signed values: buffers and sizes are those of the values without their signatures.
+    """A client of signed values: buffers and sizes exclude the signatures.
 
-    ``on_refused`` is called with the number of values that a call found and that were not the cluster's.
+    ``on_refused`` is called with the number of values found by a call that were not the cluster's.
     """
 
     def __init__(

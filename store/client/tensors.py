@@ -1,12 +1,12 @@
 """Tensors as values of the store. The only file of the store that imports torch, and only when a tensor is met.
 
-A plain value is a tensor's bytes and nothing else: who reads it knows its dtype and shape. ``put_tensor`` puts a header
-in front, which ``get_tensor`` reads:
+A plain value is a tensor's bytes and nothing else: its reader knows dtype and shape. ``put_tensor`` puts a header in
+front, which ``get_tensor`` reads:
 
     b"THTENSOR" | header_bytes u32 | JSON {"dtype": "bfloat16", "shape": [2, 3]} | spaces | the elements in C order
 
-Numbers are little-endian. ``header_bytes`` counts all that comes in front of the elements and is a multiple of 64, so
-the elements are aligned as the chunk is. ``dtype`` is torch's name of it.
+Numbers are little-endian. ``header_bytes`` counts everything in front of the elements and is a multiple of 64, so the
+elements are aligned as the chunk is. ``dtype`` is torch's name of it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _MAGIC = b"THTENSOR"
 _HEAD = struct.Struct("<8sI")
 _ALIGNMENT = 64
-#: A shape of more than a thousand dimensions is none.
+#: A shape of more than a thousand dimensions is invalid.
 MAX_HEADER_BYTES = 16 << 10
 
 
 def from_array(array: npt.NDArray[np.uint8], dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """A tensor over ``array``'s memory, which it keeps alive. Raises InvalidRequest if the size does not fit."""
+    """Return a tensor over ``array``'s memory, which it keeps alive. Raises InvalidRequest if the size does not fit."""
     import torch
 
     with warnings.catch_warnings():
@@ -47,9 +47,9 @@ def from_array(array: npt.NDArray[np.uint8], dtype: torch.dtype | None, shape: t
 
 
 def with_header(tensor: Any) -> list[Any]:
-    """The pieces of a value that says what tensor it is; one that is not contiguous is copied first.
+    """Return the pieces of a value with the tensor's description; a tensor that is not contiguous is copied first.
 
-    Raises InvalidRequest for what is no dense tensor in host memory.
+    Raises InvalidRequest for anything but a dense tensor in host memory.
     """
     import torch
 
@@ -68,7 +68,7 @@ def with_header(tensor: Any) -> list[Any]:
 
 
 def from_value(key: str, value: npt.NDArray[np.uint8], *, shared: bool) -> torch.Tensor:
-    """The tensor in a value that ``with_header`` made; ``shared``: over its memory.
+    """Return the tensor in a value made by ``with_header``; ``shared``: over its memory.
 
     Raises InvalidRequest for any other value.
     """

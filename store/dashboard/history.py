@@ -1,4 +1,4 @@
-"""The last minutes: samples taken about once a second, figures between two of them, and what changed. Pure."""
+"""The last minutes: samples taken about once a second, figures between two of them, and changes. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tanghulu.runtime.scraping import Samples, summed
 
 T = TypeVar("T")
 
-#: Samples that are kept, one a second: five minutes.
+#: Number of samples kept, one a second: five minutes.
 MAX_SAMPLES = 300
-#: Seconds before now that the figures of now cover.
+#: Seconds covered by the current figures.
 WINDOW_S = 60.0
-#: Events that are kept.
+#: Number of events kept.
 MAX_EVENTS = 200
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """``part`` of ``whole``; None of nothing."""
+    """Return ``part`` of ``whole``; None if ``whole`` is 0."""
     return part / whole if whole > 0 else None
 
 
@@ -37,14 +37,14 @@ class History(ABC, Generic[T]):
 
     @abstractmethod
     def figures(self, seconds: float, first: T, last: T) -> dict[str, Any]:
-        """The figures between two samples that are ``seconds`` apart."""
+        """Return the figures between two samples ``seconds`` apart."""
 
     def append(self, at_s: float, sample: T) -> None:
         """Take a sample."""
         self._samples.append((at_s, sample))
 
     def now(self) -> dict[str, Any]:
-        """The figures of the last ``WINDOW_S`` seconds; nothing without a sample."""
+        """Return the figures of the last ``WINDOW_S`` seconds; nothing without a sample."""
         if not self._samples:
             return {}
         at_s, last = self._samples[-1]
@@ -52,7 +52,7 @@ class History(ABC, Generic[T]):
         return self.figures(max(at_s - before_s, 1e-9), first, last)
 
     def points(self, num_points: int) -> list[dict[str, Any]]:
-        """At most ``num_points`` points over all samples, each of the time since the one before it."""
+        """Return at most ``num_points`` points over all samples, each for the time since the one before it."""
         samples = list(self._samples)
         step = max(1, -(-len(samples) // num_points))
         return [
@@ -63,7 +63,7 @@ class History(ABC, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class StoreCounters:
-    """What a node counts; summed over nodes, what a store does."""
+    """Counters of a node; summed over nodes, those of a store."""
 
     hits: float = 0.0
     misses: float = 0.0
@@ -75,7 +75,7 @@ class StoreCounters:
 
     @classmethod
     def on(cls, page: Samples) -> StoreCounters:
-        """The counters on a node's page of metrics."""
+        """Return the counters on a node's page of metrics."""
         found = summed(page)
         return cls(*(found.get(f"tanghulu_node_{each.name}_total", 0.0) for each in fields(cls)))
 
@@ -83,13 +83,13 @@ class StoreCounters:
         return StoreCounters(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, before: StoreCounters) -> StoreCounters:
-        """The growth since ``before``; a counter that shrank began anew, and all of it has come since."""
+        """Return the growth since ``before``; a counter that shrank was restarted, so all of it is growth."""
         pairs = ((getattr(self, each.name), getattr(before, each.name)) for each in fields(self))
         return StoreCounters(*(now - then if now >= then else now for now, then in pairs))
 
 
 class StoreHistory(History[StoreCounters]):
-    """What the nodes did in the last minutes. Nodes that come, go or restart make no rate jump or fall below zero.
+    """Activity of the nodes in the last minutes. Nodes that come, go or restart make no rate jump or fall below zero.
 
     Example: node a counts 100 hits, then 110, is restarted, and counts 4: 14 hits have come since the first look.
     """
@@ -100,7 +100,7 @@ class StoreHistory(History[StoreCounters]):
         self.grown = StoreCounters()
 
     def observe(self, at_s: float, nodes: Mapping[str, StoreCounters]) -> None:
-        """Take a sample of the nodes that can be read."""
+        """Take a sample of the readable nodes."""
         for node, counters in nodes.items():
             if node in self._nodes:
                 self.grown += counters.since(self._nodes[node])
@@ -108,14 +108,14 @@ class StoreHistory(History[StoreCounters]):
         self.append(at_s, self.grown)
 
     def now(self) -> dict[str, Any]:
-        """Rates of the last ``WINDOW_S`` seconds, and the share of gets that found their key since the nodes' start."""
+        """Return rates of the last ``WINDOW_S`` seconds, and the share of gets that hit since the nodes' start."""
         if not len(self):
             return {}
         total = sum(self._nodes.values(), StoreCounters())
         return super().now() | {"get_hit_ratio_total": ratio(total.hits, total.hits + total.misses)}
 
     def figures(self, seconds: float, first: StoreCounters, last: StoreCounters) -> dict[str, Any]:
-        """Rates, and the share of gets that found their key."""
+        """Return rates, and the share of gets that hit."""
         grown = last.since(first)
         return {
             "get_hit_ratio": ratio(grown.hits, grown.hits + grown.misses),
@@ -147,7 +147,7 @@ class EventLog:
         self._number = 0
 
     def states(self, at_s: float, part: str, states: Mapping[str, str]) -> None:
-        """Compare the parts of one kind (``part``: "worker", "node"), each with its state, with those of before."""
+        """Compare the parts of one kind (``part``: "worker", "node"), each with its state, with the previous ones."""
         known = {name.partition(" ")[2]: state for name, state in self._states.items() if name.startswith(f"{part} ")}
         for name, state in states.items():
             if known.get(name) != state:
@@ -158,14 +158,14 @@ class EventLog:
         self._states |= {f"{part} {name}": state for name, state in states.items()}
 
     def count(self, at_s: float, kind: str, total: float, text: str) -> None:
-        """Note how much the counter ``kind`` grew; ``text`` says what, with {} where the growth belongs."""
+        """Record the growth of the counter ``kind``; ``text`` describes it, with {} in place of the growth."""
         grown = total - self._counts.get(kind, total)
         self._counts[kind] = total
         if grown > 0:
             self._add(at_s, kind, text.format(int(grown)))
 
     def last(self, num_events: int) -> list[dict[str, Any]]:
-        """The newest events, the newest first."""
+        """Return the newest events, newest first."""
         return [asdict(each) for each in list(self._events)[: -num_events - 1 : -1]]
 
     def _add(self, at_s: float, kind: str, text: str) -> None:

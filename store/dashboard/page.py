@@ -1,4 +1,4 @@
-"""The page as an answer, and what it shows as a server-sent event. No script, style or picture comes from elsewhere."""
+"""The page as an answer, and its data as server-sent events. No script, style or picture comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 import msgspec
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-#: Between two events of a stream.
+#: Seconds between two events of a stream.
 PERIOD_S = 1.0
-#: Points of a chart, and rows of a list that may be long.
+#: Points of a chart, and rows of a possibly long list.
 MAX_POINTS = 100
 MAX_SHOWN = 50
 
 
 def page() -> Response:
-    """The page; the policy in its header lets exactly its own script and style run."""
+    """Return the page; the policy in its header allows exactly its own script and style."""
     text, policy = _page()
     return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
 
 
 def once(state: Mapping[str, Any]) -> Response:
-    """What the page shows, as JSON."""
+    """Return the page's data as JSON."""
     return Response(msgspec.json.encode(state), media_type="application/json")
 
 
 def stream(state: Callable[[], Awaitable[Mapping[str, Any]]], goes_on: Callable[[], Awaitable[bool]]) -> Response:
-    """What the page shows, as server-sent events. ``goes_on`` waits for the next, and says whether there is one."""
+    """Return the page's data as server-sent events. ``goes_on`` waits for the next, and returns if there is one."""
 
     async def events() -> AsyncIterator[bytes]:
         while True:

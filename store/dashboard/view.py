@@ -1,4 +1,4 @@
-"""What the page shows of a store: its nodes and their metrics, requested while somebody watches."""
+"""The page's view of a store: its nodes and their metrics, requested while somebody watches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tanghulu.store.dashboard.history import EventLog, StoreCounters, StoreHisto
 from tanghulu.store.dashboard.page import MAX_POINTS, MAX_SHOWN
 from tanghulu.version import __version__
 
-#: Seconds for which a state is shown to all watchers before the nodes are asked again.
+#: Seconds for which a state is shown to all watchers before the nodes are called again.
 FRESH_S = 1.5
 _DEADLINE_S = 3.0
 
 
 class StoreView:
-    """The store as the holder of ``credentials`` may see it; its history is that of the time somebody watched.
+    """The store as visible to the holder of ``credentials``; its history covers the time it was watched.
 
     ``list_nodes`` and ``list_tenants`` ask the master. ``others``: addresses of further processes' metrics, by id.
     """
@@ -34,7 +34,7 @@ class StoreView:
         others: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.events = EventLog()
-        #: All metrics of all processes that answered last.
+        #: All metrics of all processes that answered last time.
         self.samples: Samples = []
         self._list_nodes, self._list_tenants, self._others = list_nodes, list_tenants, others
         self._credentials = credentials
@@ -44,7 +44,7 @@ class StoreView:
         self._latest_s = 0.0
 
     async def state(self) -> dict[str, Any]:
-        """All that the page shows of the store, at most ``FRESH_S`` old; asked for once for all callers."""
+        """Return the page's data about the store, at most ``FRESH_S`` old; requested once for all callers."""
         if self._latest is None or time.monotonic() > self._latest_s + FRESH_S:
             self._latest_s = time.monotonic()
             self._latest = asyncio.create_task(self._look())
@@ -73,7 +73,7 @@ class StoreView:
         }
 
     async def _ask_for_nodes(self) -> str:
-        """Ask the master for the nodes; where it does not answer keep those that are known, and return why."""
+        """Request the nodes from the master; if it does not answer keep the known ones, and return the reason."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 self._nodes = await self._list_nodes()
@@ -82,7 +82,7 @@ class StoreView:
         return ""
 
     async def _tenants(self) -> dict[str, Any]:
-        """The tenants that the token may see; nothing where there are none, or the nodes do not answer."""
+        """Return the tenants visible to the token; nothing if there are none, or the nodes do not answer."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 return {"tenants": await self._list_tenants()} if self._nodes else {}
@@ -119,7 +119,7 @@ def _row(node: NodeView, answers: bool) -> dict[str, Any]:
 
 
 def _by_label(pages: Iterable[Samples]) -> dict[str, Any]:
-    """Bytes by transport and evictions by reason, of nodes that show their metrics; nothing where none does."""
+    """Return bytes by transport and evictions by reason, of nodes that expose their metrics; nothing if none does."""
     if not (samples := [sample for page in pages for sample in page]):
         return {}
     moved = {way: summed_by(samples, f"tanghulu_node_{way}_bytes_total", "transport") for way in ("read", "written")}

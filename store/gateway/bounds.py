@@ -1,4 +1,4 @@
-"""The bounds on what is under way at one time. ``InFlight`` decides; ``Bounded``, a middleware, applies it."""
+"""Bounds on concurrent work. ``InFlight`` decides; ``Bounded``, a middleware, applies it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_DROPPED_BYTES = 16 << 20
 
 
 class InFlight:
-    """The count of one kind of thing (requests, bytes, streams) that is under way, with a bound. Pure."""
+    """The count of one kind of thing (requests, bytes, streams) in progress, with a bound. Pure."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
@@ -47,17 +47,17 @@ class InFlight:
 
     @contextlib.contextmanager
     def holding_bytes(self, size_bytes: int) -> Iterator[None]:
-        """Count ``size_bytes`` inside the block; one value above the bound has room when nothing else is under way."""
+        """Count ``size_bytes`` inside the block; one value above the bound is admitted when it is the only one."""
         with self.holding_what_comes() as come:
             come(size_bytes)
             yield
 
     @contextlib.contextmanager
     def holding_what_comes(self) -> Iterator[Callable[[int], None]]:
-        """Count bytes inside the block as they come: call what it gives with their number.
+        """Count incoming bytes inside the block: call the yielded function with their number.
 
-        That raises Overloaded when there is no room for them; one value above the bound has room when nothing else is
-        under way.
+        It raises Overloaded when there is no room for them; one value above the bound has room when nothing else is in
+        progress.
         """
         held = 0
 
@@ -77,7 +77,7 @@ class InFlight:
             self.now -= held
 
     def check(self) -> None:
-        """Assert that no more was given back than taken."""
+        """Assert that no more was returned than taken."""
         assert self.now >= 0
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class InFlight:
 
 
 class Bounded:
-    """An ASGI middleware that bounds and counts requests; the server hangs up on clients that take no answer.
+    """An ASGI middleware that bounds and counts requests; the server disconnects clients that do not read answers.
 
     Bodies other than values are read here, up to 2 MiB, so that routes find them whole.
     """
@@ -108,10 +108,10 @@ class Bounded:
                 if not scope["path"].startswith(VALUES):
                     await exchange.take_body()
                 await self._app(scope, exchange.receive, exchange.send)
-        except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # those of the application are answered inside
+        except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # errors of the application are answered inside
             await answer_to(error)(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
-            pass  # nobody is left to be answered
+            pass  # no client is left to answer
         self._metrics.note(scope, exchange.status, time.monotonic() - began_s)
 
 
@@ -123,17 +123,17 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._body = IncomingBody(scope, receive, stall_s)
-        self._taken: Message | None = None  # the whole body, to be handed on
+        self._taken: Message | None = None  # the whole body, to be passed on
 
     async def take_body(self) -> None:
-        """Read all of the body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""
+        """Read the whole body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""
         body = b"".join([piece async for piece in pieces(self._body, _MAX_TAKEN_BYTES)])
         self._taken = {"type": "http.request", "body": body, "more_body": False}
 
     async def receive(self) -> Message:
-        """The next piece of the body; behind its end, the server's messages.
+        """Return the next piece of the body; behind its end, the server's messages.
 
-        Raises BodyTooSlow when no piece comes, or too little over a time.
+        Raises BodyTooSlow when no piece arrives, or too little over a time.
         """
         if self._taken is not None:
             message, self._taken = self._taken, None
@@ -144,17 +144,17 @@ class _Exchange:
         """Send the next piece of the answer."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self._body.num_left > _MAX_DROPPED_BYTES and self.status != REQUEST_TIMEOUT:  # that one closes by itself
+            if self._body.num_left > _MAX_DROPPED_BYTES and self.status != REQUEST_TIMEOUT:  # it closes by itself
                 message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await self._send(message)
 
 
 async def read_into(receive: Receive, body: memoryview, come: Callable[[int], None]) -> None:
-    """Fill ``body`` with a request's body of just this size, and tell ``come`` of each piece.
+    """Fill ``body`` with a request's body of exactly this size, and report each piece to ``come``.
 
-    Raises ClientDisconnect at a client's end, and what ``come`` does.
+    Raises ClientDisconnect when the client disconnects, and any error of ``come``.
 
-    The server sees to the size: neither less nor more than Content-Length comes.
+    The server enforces the size: neither less nor more than Content-Length arrives.
     """
     filled, more = 0, True
     while more:

@@ -22,12 +22,12 @@ from tanghulu.store.gateway.values_api import check_for_change
 from tanghulu.web.routes import rest
 
 Row = dict[str, Any]
-#: A pattern that takes longer for a page of keys is one of those that never end.
+#: A pattern that takes longer for a page of keys would probably never end.
 _MATCH_S = 3.0
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api = APIRouter(tags=["chunks"])
 
     @api.get("/v1/chunks", summary="List keys, a page at a time")
@@ -37,14 +37,14 @@ def router(gateway: Gateway) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=KEYS_PER_PAGE, description="at most this many")] = 1000,
         after: Annotated[str, Query(description="go on behind this key: `next` of the page before")] = "",
     ) -> Row:
-        """Keys in order, their sizes and who holds them. `next` is null on the last page."""
+        """Keys in order, with their sizes and holders. `next` is null on the last page."""
         async with gateway.store(request.headers) as store:
             keys, more = await store.key_page(prefix, after, limit)
         return {"chunks": plain(keys), "next": keys[-1].key if more and keys else None}
 
     @api.get("/v1/chunks/" + rest("key"), summary="All about one chunk")
     async def stat(request: Request, key: str) -> Row:
-        """Size, version, holders, pin, what is left of its time, reads, leases, checksums."""
+        """Size, version, holders, pin, remaining lifetime, reads, leases, checksums."""
         async with gateway.store(request.headers) as store:
             row: Row = plain(await store.stat(key))
         return row
@@ -55,7 +55,7 @@ def router(gateway: Gateway) -> APIRouter:
         prefix: Annotated[str | None, Query(description="every key that begins so; not empty")] = None,
         regex: Annotated[str | None, Query(description="every key that this is found in; `^` removes all")] = None,
     ) -> Row:
-        """Say one of the two. When the time is up (504) what was removed stays removed: say it again to go on."""
+        """Give one of the two. When the time is up (504) removed chunks stay removed: repeat to continue."""
         if bool(prefix) == bool(regex):
             raise InvalidRequest("give either prefix= or regex=, not empty; regex=^ removes everything")
         with gateway.removals.holding():
@@ -89,7 +89,7 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
             patience.left_s()
     if total.failure is not None:
         raise total.failure
-    return RemovalOutcome(total.num_removed).row()  # who was faster with a key that is listed does not matter
+    return RemovalOutcome(total.num_removed).row()  # it does not matter which request removed a listed key first
 
 
 MAX_PATTERN = 4096
@@ -108,9 +108,9 @@ json.dump(result, sys.stdout)
 
 
 async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[str]:
-    """The ``keys`` that ``pattern`` is found in.
+    """Return those of ``keys`` that ``pattern`` matches anywhere.
 
-    Raises InvalidRequest for a pattern that is no regular expression, or takes longer than ``within_s``.
+    Raises InvalidRequest for an invalid regular expression, or one that takes longer than ``within_s``.
     """
     if len(pattern) > MAX_PATTERN:
         raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN}")
@@ -118,7 +118,7 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
         *(sys.executable, "-I", "-S", "-c", _TRY, str(int(within_s) + 2)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={},  # a token may stand in this process's
+        env={},  # this process may have a token in its environment
     )
     try:
         async with asyncio.timeout(within_s):

@@ -1,8 +1,8 @@
-"""The gateway's connections to the store: a client for each token, opened when it is first shown.
+"""The gateway's connections to the store: a client for each token, opened when the token is first presented.
 
 The store itself authenticates each caller by the caller's own token: the gateway knows no tokens and no rights. A token
-is shown to the master again every second while it is used, so a revoked one ends here as soon as there; otherwise the
-memory of nodes that the client has mapped would go on answering.
+is presented to the master again every second while it is used, so a revoked one ends here as soon as there; otherwise
+the client's mapped memory of nodes would continue to answer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _log = structlog.get_logger(__name__)
-#: Keys that are asked for, or removed, in one call.
+#: Keys requested, or removed, in one call.
 KEYS_PER_PAGE = 8192
-#: How often a token in use is shown to the master.
+#: Interval at which a token in use is presented to the master.
 VERIFY_S = 1.0
 _VERIFY_DEADLINE_S = 1.0
 _SWEEP_S = 5.0
@@ -43,14 +43,14 @@ class GatewayClient(AsyncClient):
     """A client of the store for one token."""
 
     async def key_page(self, prefix: str, after: str, limit: int = KEYS_PER_PAGE) -> tuple[list[KeyInfo], bool]:
-        """Up to ``limit`` keys with ``prefix``, in order behind the key ``after``, and whether there are more."""
+        """Return up to ``limit`` keys with ``prefix``, in order behind ``after``, and whether there are more."""
         if after:
             validate_key(after)
         deadline = self._deadline(None)
         return await self._run(_key_page(self._driver.context, deadline, prefix, after, limit), deadline)
 
     async def nodes_now(self, deadline_s: float) -> list[NodeView]:
-        """All store nodes, of a master that answers now: one that is away is not waited for."""
+        """Return all store nodes from a master that answers now, without waiting for an absent one."""
         deadline = self._deadline(deadline_s)
         return await self._run(query.nodes(self._driver.context, deadline, waits=False), deadline)
 
@@ -72,12 +72,12 @@ class _Entry(Generic[V]):
 
 
 class ClientCache(Generic[K, V]):
-    """The clients to keep: one for each token, the least recently used goes first. Pure.
+    """The clients to keep: one for each token, evicting the least recently used. Pure.
 
     An entry in use is never closed. A method that makes values superfluous returns those to close.
 
-    Example with two places: A and B are entered and given back, C is entered: A goes. Were A and B in use, C would be
-    refused, since to wait for a place is the caller's business.
+    Example with two places: A and B are entered and given back, C is entered: A is evicted. If A and B were in use, C
+    would be refused, since waiting for a place is the caller's business.
     """
 
     def __init__(self, max_entries: int, idle_s: float, verify_s: float) -> None:
@@ -88,7 +88,7 @@ class ClientCache(Generic[K, V]):
         self._leaving: dict[int, _Entry[V]] = {}  # dropped, and still in use
 
     def take(self, key: K, now_s: float) -> V | None:
-        """The value of ``key``, in use from now on; None if there is none."""
+        """Return the value of ``key``, in use from now on; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -110,7 +110,7 @@ class ClientCache(Generic[K, V]):
         return closing
 
     def give_back(self, key: K, value: V, now_s: float) -> list[V]:
-        """Note that a user of ``value`` is done with it."""
+        """Record that a user of ``value`` is done with it."""
         entry = self._leaving.get(id(value)) or self._entries[key]
         assert entry.value is value
         entry.num_uses -= 1
@@ -121,7 +121,7 @@ class ClientCache(Generic[K, V]):
         return []
 
     def drop(self, key: K, value: V) -> list[V]:
-        """Let nobody take ``value`` any more; it is to be closed when its last user gives it back."""
+        """Withdraw ``value`` from further use; it is to be closed when its last user gives it back."""
         entry = self._entries.get(key)
         if entry is None or entry.value is not value:
             return []
@@ -133,9 +133,9 @@ class ClientCache(Generic[K, V]):
         return []
 
     def is_due(self, key: K, value: V, now_s: float) -> bool:
-        """Return whether it is time to verify the key again; counts as done, so that one caller does it.
+        """Return whether to verify the key again now; counts as done, so that only one caller does it.
 
-        That goes for a value that was dropped, too, as long as somebody uses it: the key may not be valid any more.
+        That applies to a dropped value, too, while it is used: the key may no longer be valid.
         """
         entry = self._leaving.get(id(value)) or self._entries.get(key)
         if entry is None or entry.value is not value or now_s - entry.verified_s < self._verify_s:
@@ -144,7 +144,7 @@ class ClientCache(Generic[K, V]):
         return True
 
     def expire(self, now_s: float) -> list[V]:
-        """Remove and return the values that nobody has used for a while."""
+        """Remove and return values unused for a while."""
         gone = [k for k, e in self._entries.items() if not e.num_uses and now_s - e.used_s >= self._idle_s]
         return [self._entries.pop(key).value for key in gone]
 
@@ -159,7 +159,7 @@ class ClientCache(Generic[K, V]):
         return len(self._entries)
 
     def check(self) -> None:
-        """Assert the bound, and that what leaves is in use and stands in one place only."""
+        """Assert the bound, and that leaving values are in use and in one place only."""
         assert len(self._entries) <= self._max_entries
         assert all(entry.num_uses >= 0 and not entry.dropped for entry in self._entries.values())
         assert all(entry.num_uses > 0 and entry.dropped for entry in self._leaving.values())
@@ -181,9 +181,9 @@ class Clients:
 
     @contextlib.asynccontextmanager
     async def of(self, credentials: Credentials) -> AsyncIterator[GatewayClient]:
-        """The client that acts for ``credentials``, kept open inside the block.
+        """Yield the client that acts for ``credentials``, kept open inside the block.
 
-        Raises Unauthorized for a token that the store does not know (any more), MasterUnavailable, Overloaded.
+        Raises Unauthorized for a token that the store does not accept (any more), MasterUnavailable, Overloaded.
         """
         client = await self._taken(credentials)
         try:
@@ -193,7 +193,7 @@ class Clients:
             self._close(self._cache.give_back(credentials, client, time.monotonic()))
 
     async def verify(self, credentials: Credentials, client: GatewayClient) -> None:
-        """Raise Unauthorized if the token is not valid any more, as far as a master that answers knows."""
+        """Raise Unauthorized if the token is no longer valid, according to a master that answers."""
         if not self._cache.is_due(credentials, client, time.monotonic()):
             return
         try:
@@ -201,11 +201,11 @@ class Clients:
         except Unauthorized:
             self._close(self._cache.drop(credentials, client))
             raise
-        except TanghuluError as error:  # reads of what is known where go on without a master
+        except TanghuluError as error:  # reads of known keys continue without a master
             _log.debug("gateway.not_verified", error=error.message)
 
     async def _taken(self, credentials: Credentials) -> GatewayClient:
-        """Take a client into use. The first caller has it opened, others wait; only a client that is let in is kept."""
+        """Take a client into use. The first caller has it opened, others wait; only an accepted client is kept."""
         while True:
             client = self._cache.take(credentials, time.monotonic())
             if client is not None:
@@ -214,12 +214,12 @@ class Clients:
             if opening is None:
                 opening = self._opening[credentials] = asyncio.create_task(self._open(credentials))
                 opening.add_done_callback(lambda task: self._opened(credentials, task))
-            await asyncio.shield(opening)  # who hangs up meanwhile does not end it for the others
+            await asyncio.shield(opening)  # a client that disconnects meanwhile does not end it for the others
 
     def _opened(self, credentials: Credentials, opening: asyncio.Task[None]) -> None:
         del self._opening[credentials]
         if not opening.cancelled():
-            opening.exception()  # those who wait for it raise it; there may be none left
+            opening.exception()  # waiters raise it; there may be none left
 
     async def _open(self, credentials: Credentials) -> None:
         client = GatewayClient(Settings(master=self.masters.showing(credentials), deadline_s=self._deadline_s))
@@ -237,7 +237,7 @@ class Clients:
             task.add_done_callback(self._closing.discard)
 
     async def sweep(self) -> None:
-        """Close what is idle, until cancelled."""
+        """Close idle clients, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._close(self._cache.expire(time.monotonic()))

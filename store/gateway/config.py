@@ -1,4 +1,4 @@
-"""The options of ``tanghulu store serve``, checked. Imports nothing of the HTTP framework: the command line does it."""
+"""The options of ``tanghulu store serve``, checked. Imports no HTTP framework: the command line does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GatewayConfig(MasterOptions, ServerOptions, ProcessConfig):
         return not (self.require_token or self.tls_mutual)
 
     def _refuse_open_port(self) -> None:
-        """Raise ConfigError unless values are encrypted and every caller is known: other hosts can connect."""
+        """Raise ConfigError if other hosts can connect, unless values are encrypted and every caller is known."""
         if not self.tls_cert:
             raise ConfigError(
                 f"--host {self.host} is open to other hosts: give --tls-cert and --tls-key, or --insecure"

@@ -1,4 +1,4 @@
-"""Routes for people: /dashboard, what the store does, live, with the rights of the token that the browser was given."""
+"""Routes for people: /dashboard, the store's activity, live, with the rights of the browser's token."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tanghulu.store.gateway.metrics import DASHBOARD_EVENTS_ROUTE
 from tanghulu.web.access import LOGIN, LoginPage
 
 COOKIE = "tanghulu_token"
-#: Tokens whose figures of the last minutes are kept.
+#: Number of tokens whose figures of the last minutes are kept.
 MAX_VIEWS = 32
 _PAGE = LoginPage("token", "Token", COOKIE)
 
 
 class _Views:
-    """The views of the tokens that watched last."""
+    """The views of the most recent tokens."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._views: OrderedDict[Credentials, StoreView] = OrderedDict()
 
     def of(self, credentials: Credentials) -> StoreView:
-        """The view of who shows ``credentials``."""
+        """Return the view for ``credentials``."""
         view = self._views.setdefault(credentials, self._new(credentials))
         self._views.move_to_end(credentials)
         if len(self._views) > MAX_VIEWS:
@@ -56,12 +56,12 @@ class _Views:
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api, views = APIRouter(include_in_schema=False), _Views(gateway)
 
     @api.get("/dashboard")
     async def page(request: Request) -> Response:
-        """The page, for who has a token, or needs none here; others are asked for theirs."""
+        """Serve the page to callers with a token, or to all if none is needed; others get the form to enter theirs."""
         try:
             await _admit(gateway, _credentials(gateway, request))
         except TanghuluError as error:
@@ -70,20 +70,20 @@ def router(gateway: Gateway) -> APIRouter:
 
     @api.get("/dashboard/state")
     async def state(request: Request) -> Response:
-        """What the page shows, once."""
+        """The page's data, once."""
         credentials = _credentials(gateway, request)
         await _admit(gateway, credentials)
         return shown.once(await views.of(credentials).state())
 
     @api.get(DASHBOARD_EVENTS_ROUTE)
     async def events(request: Request) -> Response:
-        """What the page shows, once a second, as server-sent events."""
+        """The page's data, once a second, as server-sent events."""
         credentials = _credentials(gateway, request)
         return _Stream(gateway, credentials, views.of(credentials))
 
     @api.api_route(LOGIN, methods=["GET", "POST"])
     async def login(request: Request) -> Response:
-        """Where a browser shows its token."""
+        """Log a browser in with its token."""
 
         async def known(token: str) -> None:
             if not token.isascii() or not token.isprintable():
@@ -96,7 +96,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _credentials(gateway: Gateway, request: Request) -> Credentials:
-    """Those of the cookie, where the request shows none in a header, which pages cannot set; these routes only read."""
+    """Return the header's credentials, which pages cannot set, or else the cookie's; these routes only read."""
     kept = _PAGE.shown(request.headers)
     if kept and "authorization" not in request.headers:
         return Credentials("", kept, gateway.config.master.credentials.tls)
@@ -104,13 +104,13 @@ def _credentials(gateway: Gateway, request: Request) -> Credentials:
 
 
 async def _admit(gateway: Gateway, credentials: Credentials) -> None:
-    """Raise Unauthorized for a token that the store does not know, MasterUnavailable if nobody can say."""
+    """Raise Unauthorized for a token that the store rejects, MasterUnavailable if no master answers."""
     async with gateway.clients.of(credentials):
         pass
 
 
 class _Stream(Response):
-    """The states, until the client, the process or the token ends."""
+    """The stream of states, until the client, the process or the token ends."""
 
     def __init__(self, gateway: Gateway, credentials: Credentials, view: StoreView) -> None:
         super().__init__()
@@ -135,5 +135,5 @@ class _Stream(Response):
         except Unauthorized:
             return False
         except TanghuluError:
-            pass  # the page says that the master does not answer
+            pass  # the page shows that the master does not answer
         return not self._gateway.stopping.is_set()

@@ -1,4 +1,4 @@
-"""The route that follows the directory: what is stored and removed, as server-sent events."""
+"""The route that follows the directory: stored and removed keys, as server-sent events."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import EVENTS_ROUTE
 
 _log = structlog.get_logger(__name__)
-#: Silent periods of VERIFY_S each after which a beat is sent.
+#: Silent periods of VERIFY_S after which a beat is sent.
 _BEAT_AFTER = 15
 _BEAT = ": beat\n\n"
-#: The key that is asked for to learn whether the token may read; any key will do.
+#: The key requested to learn whether the token may read; any key will do.
 _PROBE = "events"
 _SCHEMA = {200: {"content": {"text/event-stream": {}}, "description": "events without end"}}
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The route."""
+    """Return the route."""
     api = APIRouter(tags=["store"])
 
     @api.get(
@@ -49,7 +49,7 @@ def router(gateway: Gateway) -> APIRouter:
     ) -> Response:
         """`event:` is reset, stored, removed, node_gone or synced; `data:` an object as `watch --json` prints.
 
-        After an interruption of the master it goes on, with a reset and all that there is if it has to begin again.
+        After an interruption of the master it resumes, with a reset and all existing keys if it has to start over.
         """
         return _EventsReply(gateway, request, prefix, snapshot)
 
@@ -78,7 +78,7 @@ class _EventsReply(Response):
 
     async def _texts(self, client: GatewayClient, credentials: Credentials) -> AsyncIterator[str]:
         masters = self._gateway.clients.masters.showing(credentials)
-        yield _BEAT  # the header goes at once
+        yield _BEAT  # the header is sent at once
         stopping = asyncio.create_task(self._gateway.stopping.wait())
         try:
             async with aclosing(cast(Any, follow_directory(masters, self._prefix))) as batches:

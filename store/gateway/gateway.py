@@ -18,7 +18,7 @@ _MAX_REMOVALS = 4
 
 
 class Gateway:
-    """The gateway's state, made in its event loop."""
+    """The gateway's state, created in its event loop."""
 
     def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, stopping: asyncio.Event) -> None:
         self.config = config
@@ -36,7 +36,7 @@ class Gateway:
         metrics.gauge("clients", "Tokens that are connected to the store", lambda: len(self.clients))
 
     def credentials_of(self, headers: Mapping[str, str]) -> Credentials:
-        """The credentials that a request acts with: those in its headers, or the gateway's own; raises Unauthorized."""
+        """Return a request's credentials: those in its headers, or the gateway's own; raises Unauthorized."""
         own = self.config.master.credentials
         shown = headers.get(AUTHORIZATION)
         tenant = headers.get(TENANT, "")
@@ -53,7 +53,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def store(self, headers: Mapping[str, str]) -> AsyncIterator[GatewayClient]:
-        """The store as the caller of a request with ``headers`` sees it.
+        """Yield the store as seen by the caller of a request with ``headers``.
 
         Raises Unauthorized, MasterUnavailable, Overloaded.
         """
@@ -61,7 +61,7 @@ class Gateway:
             yield client
 
     def patience(self) -> Patience:
-        """The bound in time of a request that is many calls and begins now."""
+        """Return the time bound of a request that consists of many calls and begins now."""
         return Patience(self.config.request_s)
 
     def check(self) -> None:
@@ -72,14 +72,14 @@ class Gateway:
 
 
 class Patience:
-    """The deadline of a request that is many calls, looked at between them."""
+    """The deadline of a request that consists of many calls, checked between them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until_s = time.monotonic() + seconds
 
     def left_s(self) -> float:
-        """Seconds that are left; raises DeadlineExceeded if there are none."""
+        """Return the seconds left; raises DeadlineExceeded if there are none."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"it is not done after {self._seconds:g} s; what was done stays done")

@@ -1,6 +1,6 @@
 """The same service over gRPC (protos/store.proto), for languages without a client of ours.
 
-Values travel inside messages, so they are bounded by a message's size; longer ones go over HTTP. Protobuf stays here.
+Values travel inside messages, so they are bounded by a message's size; longer ones use HTTP. Protobuf stays here.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return await self._answer("List", page, context)
 
     async def _answer(self, name: str, work: Callable[[GatewayClient], Awaitable[A]], context: Context) -> A:
-        """Do ``work`` in the name of the caller; typed errors become gRPC's."""
+        """Do ``work`` on behalf of the caller; typed errors become gRPC's."""
         gateway, began_s, status = self._gateway, time.monotonic(), grpc.StatusCode.CANCELLED
         headers = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
@@ -148,7 +148,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         return answer
 
     def _hold(self, size_bytes: int, context: Context) -> None:
-        """Count a value until its call is over; raises Overloaded if too many are under way."""
+        """Count a value until its call has ended; raises Overloaded if too many are in progress."""
         held = ExitStack()
         held.enter_context(self._gateway.values.holding_bytes(size_bytes))
         context.add_done_callback(lambda _: held.close())
@@ -188,6 +188,6 @@ class StorePort:
         _log.info("grpc.listening", address=str(address))
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more calls, and let those under way go on for ``grace_s``. No error if it does not listen."""
+        """Accept no more calls, and let current ones continue for ``grace_s``. No error if it does not listen."""
         if self._server is not None:
             await self._server.stop(grace_s)

@@ -27,10 +27,10 @@ from tanghulu.web.access import RouteRights
 from tanghulu.web.routes import checked_target
 from tanghulu.web.server import Server
 
-#: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
+#: Time for a client to send the whole header of a request, and to complete the TLS handshake before.
 HEADER_S = 10.0
 _READY_DEADLINE_S = 2.0
-#: Tokens, and no API keys, say what a caller may do.
+#: A caller's rights are decided by tokens, not by API keys.
 _NO_KEYS = RouteRights({})
 _ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
 `Authorization: Bearer TOKEN`, with its rights; an operator's token acts for the tenant in `Tanghulu-Tenant`. Keys stand
@@ -38,7 +38,7 @@ in paths percent-encoded. Errors are `{"error": {"message", "type", "code", "par
 
 
 async def serve(process: Process, config: GatewayConfig) -> None:
-    """Run until the process is to stop. A master that is not there yet is not waited for: /ready tells."""
+    """Run until the process is to stop, without waiting for an absent master: /ready reports it."""
     async with _serving(process, config) as address:
         process.ready(process.instance_id(address.port), address)
         await process.stopping.wait()
@@ -83,13 +83,13 @@ def make_app(gateway: Gateway) -> FastAPI:
 
 
 def _health(gateway: Gateway) -> APIRouter:
-    """Routes for orchestrators; none of them asks for a token."""
+    """Return the routes for orchestrators; none of them needs a token."""
     api = APIRouter(tags=["health"])
 
     @api.get("/health", summary="Whether the process answers")
     @api.get("/live", include_in_schema=False)
     async def health() -> dict[str, Any]:
-        """Says nothing of the store."""
+        """Report liveness; says nothing of the store."""
         return {"status": "ok"}
 
     @api.get("/ready", summary="Whether the store would serve", responses={503: {"description": "and what is missing"}})
@@ -107,7 +107,7 @@ async def _missing(gateway: Gateway) -> list[str]:
         async with gateway.clients.of(own) as client:
             views = await client.nodes_now(min(_READY_DEADLINE_S, gateway.config.deadline_s))
     except Unauthorized as error:
-        # A gateway without a token of its own serves those who bring theirs: it is enough that the master answers.
+        # A gateway without a token of its own serves callers that bring theirs: it is enough that the master answers.
         return [error.message] if own.shown else []
     except TanghuluError as error:
         return [error.message]

@@ -36,7 +36,7 @@ class GatewayMetrics:
         self.written_bytes = Counter(_PREFIX + "written_bytes", "Bytes of values that were put", registry=registry)
 
     def note(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request that was answered; ``status`` 0: the client had gone."""
+        """Count an answered request; ``status`` 0: the client had disconnected."""
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = getattr(scope.get("route"), "path", "none")
         self.requests.labels(method, route, str(status)).inc()
@@ -49,5 +49,5 @@ class GatewayMetrics:
         self.seconds.labels("gRPC", name).observe(seconds)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge whose value ``read`` returns."""
+        """Add a gauge with the value returned by ``read``."""
         Gauge(_PREFIX + name, text, registry=self.registry).set_function(read)

@@ -1,4 +1,4 @@
-"""Routes for nodes and the store as a whole: what they hold, draining, eviction, policies, checks."""
+"""Routes for nodes and the store as a whole: contents, draining, eviction, policies, checks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class CheckedBody(BaseModel):
 
 
 class EvictBody(CheckedBody):
-    """What to evict: keys, or a number of bytes in the policy's order. Sizes may have a unit: "64MiB"."""
+    """Chunks to evict: keys, or a number of bytes in the policy's order. Sizes may have a unit: "64MiB"."""
 
     keys: Keys = Field(default_factory=list)
     bytes: Annotated[int, Field(ge=0, le=MAX_VALUE_BYTES)] | Annotated[str, Field(max_length=24)] = 0
 
     def wanted(self) -> tuple[list[str], int]:
-        """(keys, bytes); raises InvalidRequest unless it is one of the two."""
+        """Return (keys, bytes); raises InvalidRequest unless exactly one of the two is given."""
         num_bytes = parse_size(self.bytes)
         if num_bytes > MAX_VALUE_BYTES or bool(self.keys) == bool(num_bytes):
             raise InvalidRequest('say either "keys" or "bytes" above 0, at most 1 TiB')
@@ -52,7 +52,7 @@ class PolicyBody(CheckedBody):
 
 
 class ReplicateBody(CheckedBody):
-    """What to copy ahead of demand."""
+    """Keys to copy in advance."""
 
     keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_PER_PAGE)]
     holders: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 2
@@ -60,7 +60,7 @@ class ReplicateBody(CheckedBody):
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api = APIRouter()
 
     async def perform(request: Request, order: Order[Any]) -> Any:
@@ -74,7 +74,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
-    """The routes that tell one node."""
+    """Add the routes for one node."""
 
     @api.post("/v1/nodes/{node}/drain", summary="Have a node's chunks moved away", tags=["nodes"])
     async def drain(
@@ -82,7 +82,7 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
         node: str,
         wait_s: Annotated[float, Query(ge=0, description="seconds to wait until it may be stopped")] = 0.0,
     ) -> Row:
-        """It takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if it takes longer)."""
+        """The node takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if too long)."""
         if wait_s > gateway.config.request_s:
             raise InvalidRequest(f"wait_s={wait_s:g} is longer than a request may take: {gateway.config.request_s:g} s")
         order = orders.drain(node, wait=wait_s > 0, timeout_s=wait_s)
@@ -91,19 +91,19 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
     @api.post("/v1/nodes/{node}/undrain", summary="Have a node take chunks again", tags=["nodes"])
     async def undrain(request: Request, node: str) -> Row:
-        """What was copied away stays where it is, too."""
+        """Undo a drain. Chunks copied away also stay where they are."""
         row: Row = await perform(request, orders.undrain(node))
         return row
 
     @api.post("/v1/nodes/{node}/evict", summary="Let chunks of one node go", tags=["nodes"])
     async def evict(request: Request, node: str, body: EvictBody) -> Row:
-        """By key, or a number of bytes in the policy's order; what is being read or pinned hard stays."""
+        """By key, or a number of bytes in the policy's order; chunks being read or pinned hard stay."""
         row: Row = await perform(request, orders.evict(node, *body.wanted()))
         return row
 
 
 def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
-    """The routes that tell several nodes, or the master."""
+    """Add the routes for several nodes, or the master."""
 
     @api.post("/v1/evict", summary="Let chunks go on every node", tags=["nodes"])
     async def evict_everywhere(request: Request, body: EvictBody) -> Row:
@@ -125,7 +125,7 @@ def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
     @api.post("/v1/replicate", summary="Have keys copied ahead of demand", tags=["chunks"])
     async def replicate(request: Request, body: ReplicateBody) -> Row:
-        """The master does it in the background; copies that nobody reads go again."""
+        """The master copies in the background; unread copies are dropped again."""
         row: Row = await perform(request, orders.replicate(body.keys, body.holders, body.for_s))
         return row
 
@@ -134,7 +134,7 @@ def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
         request: Request,
         repair: Annotated[bool, Query(description="drop corrupt chunks, have the nodes report again")] = False,
     ) -> Row:
-        """`findings` is what is wrong, `left` what is still wrong after a repair. One check at a time."""
+        """`findings` are all faults found, `left` the remaining ones after a repair. One check at a time."""
         with gateway.checks.holding():
             try:
                 async with asyncio.timeout(gateway.config.request_s):
@@ -146,11 +146,11 @@ def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
 
 def _questions(api: APIRouter, gateway: Gateway) -> None:
-    """The routes that only ask."""
+    """Add the routes that only read."""
 
     @api.get("/v1/nodes", summary="List the store nodes", tags=["nodes"])
     async def nodes(request: Request) -> list[Row]:
-        """Where they are, what they hold, when they were last seen, how far a drain is."""
+        """Their addresses, contents, last signs of life and drain progress."""
         async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.nodes())
         return found
@@ -163,7 +163,7 @@ def _questions(api: APIRouter, gateway: Gateway) -> None:
 
     @api.get("/v1/tenants", summary="What each tenant holds and may hold", tags=["store"])
     async def tenants(request: Request) -> list[Row]:
-        """A tenant's own token tells of that tenant only."""
+        """Show tenants; a tenant's own token shows that tenant only."""
         async with gateway.store(request.headers) as store:
             found: list[Row] = plain(await store.tenants())
         return found

@@ -1,4 +1,4 @@
-"""Routes for values: their bytes out, in whole or in part, and in."""
+"""Routes for values: reading their bytes, in whole or in part, and storing them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BODY_IN = {"requestBody": {"required": True, "content": {_OCTETS: {"schema": {"
 
 
 def router(gateway: Gateway) -> APIRouter:
-    """The routes."""
+    """Return the routes."""
     api = APIRouter(tags=["values"])
 
     @api.get("/v1/values/" + rest("key"), summary="The bytes of a value", responses=_BYTES_OUT, response_class=Response)
@@ -76,9 +76,9 @@ def router(gateway: Gateway) -> APIRouter:
         ttl_s: Annotated[float | None, Query(description="seconds after which it may be evicted")] = None,
         prefer_node: Annotated[str | None, Query(description="id of the node that should hold it")] = None,
     ) -> Response:
-        """The body is the value. Chunks are immutable: of a key that is there the first value stays.
+        """The body is the value. Chunks are immutable: an existing key keeps its first value.
 
-        With `If-None-Match: *` that is 412; `If-Match` asks for a key that is there.
+        With `If-None-Match: *` that is 412; `If-Match` requires an existing key.
         """
         validate_key(key)
         if "content-range" in request.headers:
@@ -89,7 +89,7 @@ def router(gateway: Gateway) -> APIRouter:
             await _refuse_too_large(gateway, store, size_bytes)
             await check_for_change(request, store, key)
             with gateway.values.holding_what_comes() as come:
-                body = np.empty(size_bytes, np.uint8).data  # memory that costs nothing until it is written
+                body = np.empty(size_bytes, np.uint8).data  # memory without cost until it is written
                 await read_into(request.receive, body, come)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
         if status.existed and (request.headers.get("if-none-match") or "").strip() == "*":
@@ -114,7 +114,7 @@ async def check_for_change(request: Request, store: GatewayClient, key: str) -> 
 
 
 def conditions_of(request: Request) -> tuple[str | None, str | None]:
-    """If-Match and If-None-Match, each as one list; None without."""
+    """Return If-Match and If-None-Match, each as one list; None if absent."""
     found = (request.headers.getlist(name) for name in ("if-match", "if-none-match"))
     if_match, if_none_match = (",".join(lines) if lines else None for lines in found)
     return if_match, if_none_match
@@ -143,7 +143,7 @@ def _headers(version: int) -> dict[str, str]:
 
 
 class _ValueReply(Response):
-    """A value, piece by piece from the store's own memory where that is mapped; its lease ends with the last piece."""
+    """A value, sent piece by piece from the store's own memory if mapped; its lease ends with the last piece."""
 
     def __init__(self, gateway: Gateway, request: Request, key: str) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _ValueReply(Response):
                 await self._send(send, chunk, part, size_bytes)
 
     async def _known(self, store: GatewayClient) -> int | None:
-        """The version of the chunk if the client has it already; then nothing is read."""
+        """Return the chunk's version if the client has it already; then nothing is read."""
         conditions = conditions_of(self._request)
         if conditions == (None, None):
             return None
@@ -172,7 +172,7 @@ class _ValueReply(Response):
         return version if check_conditions(*conditions, tag_of(version)) else None
 
     async def _read(self, store: GatewayClient) -> tuple[Chunk, ByteRange | None, int]:
-        """(the bytes to be sent, which part of the value they are, the value's size)."""
+        """Return (the bytes to send, their part of the value, the value's size)."""
         wanted = self._request.headers.get("range")
         if wanted is None or not asks_for_part(wanted):
             chunk = await store.get(self._key)
@@ -202,7 +202,7 @@ class _ValueReply(Response):
 
 
 def tag_of(version: int) -> str:
-    """The ETag of a chunk's version."""
+    """Return the ETag of a chunk's version."""
     return f'"{version:x}"'
 
 
@@ -212,7 +212,7 @@ async def _begin(send: Send, status: int, headers: dict[str, str]) -> None:
 
 
 def unsatisfiable(error: RangeNotSatisfiable) -> Response:
-    """The answer to a range of which the value has no byte."""
+    """Return the answer to a range outside the value."""
     answer = answer_to(error)
     answer.headers["content-range"] = f"bytes */{error.size_bytes}"
     return answer
@@ -229,12 +229,12 @@ class ByteRange:
     length: int
 
     def content_range(self, size_bytes: int) -> str:
-        """The Content-Range header of an answer with this part of a value of ``size_bytes``."""
+        """Return the Content-Range header of an answer with this part of a value of ``size_bytes``."""
         return f"bytes {self.offset}-{self.offset + self.length - 1}/{size_bytes}"
 
 
 class RangeNotSatisfiable(InvalidRequest):
-    """The value has no byte of the range that was asked for."""
+    """The value has no byte of the requested range."""
 
     code = "RANGE_NOT_SATISFIABLE"
 
@@ -244,7 +244,7 @@ class RangeNotSatisfiable(InvalidRequest):
 
 
 def asks_for_part(header: str | None) -> bool:
-    """Whether ``header`` is one well-formed range; several at once, and other units, are answered with everything."""
+    """Return whether ``header`` is one well-formed range; several at once, and other units, get the whole value."""
     found = _ONE.fullmatch(header or "")
     if found is None or found.groups() == ("", ""):
         return False
@@ -253,7 +253,7 @@ def asks_for_part(header: str | None) -> bool:
 
 
 def names_tag(header: str, tag: str | None, *, weakly: bool) -> bool:
-    """Return whether a condition's ``header`` names the entity tag in its list, or any by ``*``; None is no entity.
+    """Return whether a condition's ``header`` lists the entity tag, or any by ``*``; None is no entity.
 
     If-None-Match compares ``weakly``, If-Match does not.
     """
@@ -264,7 +264,7 @@ def names_tag(header: str, tag: str | None, *, weakly: bool) -> bool:
 
 
 def check_conditions(if_match: str | None, if_none_match: str | None, tag: str | None) -> bool:
-    """Return whether If-None-Match names what is there, which a reader has already, then.
+    """Return whether If-None-Match names the current chunk, so that a reader has it already.
 
     Raises PreconditionFailed if If-Match does not name it.
     """
@@ -274,7 +274,7 @@ def check_conditions(if_match: str | None, if_none_match: str | None, tag: str |
 
 
 def part_of(header: str, size_bytes: int) -> ByteRange:
-    """The range that ``header``, of which ``asks_for_part`` is true, means for a value of ``size_bytes``.
+    """Return the range of ``header``, for which ``asks_for_part`` is true, in a value of ``size_bytes``.
 
     Example of 10 bytes: ``bytes=2-4`` is (2, 3), ``bytes=8-`` (8, 2), ``bytes=-3`` (7, 3), ``bytes=5-99`` (5, 5).
     Raises RangeNotSatisfiable for ``bytes=10-`` and ``bytes=-0``.

@@ -1,1 +1,1 @@
-"""The master: who is alive, which node holds which key, where to put the next chunk, and a stream of what changed."""
+"""The master: live instances, holders of keys, placement of new chunks, and a stream of changes."""

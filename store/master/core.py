@@ -1,9 +1,9 @@
 """The master's two memories as one: instances under leases, and the directory of the nodes among them. Pure.
 
-Every call takes the time; changes wait in two rings (``members`` and ``directory.log``) for their followers. The
-driver around it (``MasterServer`` and the calls in ``rpc``) carries calls in, ticks, and wakes the followers.
+Every call receives the time; changes wait in two rings (``members`` and ``directory.log``) for their followers. The
+driver around it (``MasterServer`` and the calls in ``rpc``) passes calls in, ticks, and wakes the followers.
 
-Where several masters share the ranges of keys, etcd tells all of them which nodes there are; leases are the leader's.
+If several masters share the ranges of keys, all of them get the nodes from etcd; leases are the leader's.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from tanghulu.store.master.replication.planner import CopyPlanner
 from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
 from tanghulu.types import Role
 
-#: Bytes of changes of instances that are kept for watchers.
+#: Bytes of changes of instances kept for watchers.
 MEMBERS_BYTES = 8 << 20
 _EVENT_BYTES = 64
 #: Rate at which copies may move through one node.
 COPY_RATE_BYTES_S = float(256 << 20)
 #: A node is gone if its connection broke and it neither connects nor renews its lease within this time.
 LOST_GRACE_S = 1.0
-#: A tick that comes so late means that the master stood still, not that everybody else died.
+#: A tick this late means that the master was stopped, not that all others died.
 STALL_S = 0.5
 #: Tenants that one node may name.
 MAX_TENANTS = 4096
 
 
 class TenantTotals:
-    """Bytes by node of the tenants with a quota for the whole cluster, as the nodes report once a second.
+    """Bytes by node of the tenants with a quota for the whole cluster, as reported by the nodes once a second.
 
-    The nodes keep the quota; the master only adds up what each node has to know of the others. This is soft state: a
-    new master knows it within a second, and what a node held that is gone counts no more.
+    The nodes enforce the quota; the master only adds up what each node needs about the others. This is soft state: a
+    new master has it within a second, and bytes held by a departed node no longer count.
     """
 
     def __init__(self) -> None:
         self._by_node: dict[str, dict[str, int]] = {}
 
     def update(self, node_id: str, held: Mapping[str, int]) -> None:
-        """Replace what ``node_id`` holds; tenants that are not in ``held`` hold nothing there."""
+        """Replace the bytes of ``node_id``; tenants missing from ``held`` hold nothing there."""
         self._by_node[node_id] = dict(list(held.items())[:MAX_TENANTS])
 
     def elsewhere(self, node_id: str, alive: Container[str]) -> dict[str, int]:
-        """Bytes that the tenants of ``node_id`` hold on the other nodes that are ``alive``; forgets all other nodes."""
+        """Return bytes of the tenants of ``node_id`` on the other ``alive`` nodes; forget all other nodes."""
         for gone in [each for each in self._by_node if each not in alive]:
             del self._by_node[gone]
         others = [held for each, held in self._by_node.items() if each != node_id]
@@ -61,7 +61,7 @@ class TenantTotals:
 
 
 class Master:
-    """Leases and directory, kept in step: a node is in the directory as long as its lease lives."""
+    """Leases and directory, kept in step: a node is in the directory while its lease is valid."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class Master:
         self._rebuild_s = rebuild_s
         self._copy_rate_bytes_s = copy_rate_bytes_s
         self._rng = rng or Random(generation)
-        self._connections: Counter[str] = Counter()  # over which nodes announce
+        self._connections: Counter[str] = Counter()  # announcement connections of nodes
         self.begin(generation, now_s)
 
     def begin(self, generation: int, now_s: float) -> None:
         """Start with empty memories, as another ``generation``.
 
-        Streams that follow the old memories are to be ended by the caller.
+        The caller has to end streams that follow the old memories.
         """
         in_etcd = NodesInEtcd(now_s, self._rebuild_s) if self._shares else None
         self.directory = RangeDirectories(now_s, self._rebuild_s, cluster=in_etcd)
@@ -93,7 +93,7 @@ class Master:
         self.begin_leases(generation, now_s)
 
     def begin_leases(self, generation: int, now_s: float) -> None:
-        """Begin as another ``generation`` with what is a leader's alone; the directory stays as it is."""
+        """Begin as another ``generation`` with the leader's state only; the directory stays as it is."""
         self.generation = generation
         self.leases = LeaseTable()
         self.tenants = TenantTotals()
@@ -102,7 +102,7 @@ class Master:
         self._came: set[str] = set()  # the nodes that have had a lease of this generation, if several masters share
 
     def update_nodes(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None, now_s: float) -> None:
-        """Take the nodes that etcd tells of, and the ids of all that were let in; None: none ever was."""
+        """Take the nodes from etcd, and the ids of all admitted ones; None if none was ever admitted."""
         assert self._shares
         assert isinstance(self.directory.cluster, NodesInEtcd)
         self.directory.cluster.update(admitted, now_s)
@@ -114,9 +114,10 @@ class Master:
                 self.directory.node_registered(instance, now_s)
 
     def present_nodes(self, admitted: frozenset[str], now_s: float) -> frozenset[str]:
-        """Of the nodes that were let in, those that are there as far as a leader knows: the others have left.
+        """Return the admitted nodes that are present to a leader's knowledge: the others have left.
 
-        A node that has yet to find a new leader lives as long as it announces to this master as the owner of some keys.
+        A node that has yet to find a new leader counts as present while it announces to this master as the owner of
+        some keys.
         """
         if now_s < self._leases_over_s:
             return admitted
@@ -127,12 +128,12 @@ class Master:
         return seen_s is not None and now_s < seen_s + self._rebuild_s
 
     def register(self, instance: Instance, ttl_s: float, now_s: float, owner: str = "") -> int:
-        """Enter or replace an instance of the token ``owner``; returns its lease id.
+        """Enter or replace an instance of the token ``owner``; return its lease id.
 
         Raises InvalidRequest, Conflict or Overloaded.
         """
         lease_id = self.leases.register(instance, ttl_s, now_s, owner)
-        if self._shares:  # etcd tells every master
+        if self._shares:  # etcd notifies every master
             if instance.role is Role.NODE:
                 self._came.add(instance.id)
         elif instance.role is Role.NODE:
@@ -141,9 +142,9 @@ class Master:
         return lease_id
 
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float, owner: str = "") -> bool:
-        """Renew a lease; False tells the instance to register again."""
+        """Renew a lease; False makes the instance register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s, owner):
-            self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing where etcd tells of the nodes
+            self.directory.cluster.handle(MembershipEvent.STRAY_LEASE)  # does nothing if etcd has the nodes
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
@@ -158,15 +159,15 @@ class Master:
         return True
 
     def connection_made(self, node_id: str, now_s: float) -> None:
-        """Note that a node lives: it announced over a new connection, and may have missed an answer over the last."""
+        """Record that a node is alive: it announced over a new connection, and may have missed an answer."""
         self._connections[node_id] += 1
         self.leases.prolong(node_id, now_s)
         self.copies.orders.repeat_drops(node_id)
 
     def connection_lost(self, node_id: str, now_s: float) -> None:
-        """Shorten the lease of a node whose last connection for announcements broke: it must soon show that it lives.
+        """Shorten the lease of a node whose last announcement connection broke: it must soon prove to be alive.
 
-        At one of several masters it may have two, as the leader's and as the owner's of some keys.
+        At one of several masters it may have two, for the leader and for the owner of some keys.
         """
         self._connections[node_id] -= 1
         if self._connections[node_id] > 0:
@@ -175,25 +176,25 @@ class Master:
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
     def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
-        """Take a node's announcement (see RangeDirectories.announce), which shows that the node lives.
+        """Take a node's announcement (see RangeDirectories.announce), which proves that the node is alive.
 
-        ``orders_for`` then has what the node is to do.
+        ``orders_for`` then has the node's orders.
         """
         answer = self.directory.announce(announcement, now_s)
         self.leases.prolong(announcement.node_id, now_s)
         return answer
 
     def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]] | None:
-        """The orders for the node that announced: what to copy and what to drop. None, mostly, if there is nothing."""
+        """Return the orders for the announcing node: chunks to copy and to drop. Usually None, if there are none."""
         return self.copies.orders_for(announcement, now_s) if self.copies.concerns(announcement) else None
 
     def plan(self, now_s: float, num_keys: int) -> None:
-        """Look at ``num_keys`` keys for copies that should be made; does nothing before the directory is complete."""
+        """Check ``num_keys`` keys for copies to make; does nothing before the directory is complete."""
         if self.directory.is_ready:
             self.copies.walk(now_s, num_keys)
 
     def tick(self, now_s: float, period_s: float) -> list[Instance]:
-        """End leases and waits that are over; returns the instances whose lease ran out. Called every ``period_s``."""
+        """End expired leases and waits; return the instances whose lease expired. Called every ``period_s``."""
         late_s = now_s - self._last_tick_s - period_s
         self._last_tick_s = now_s
         if late_s > STALL_S:
@@ -210,7 +211,7 @@ class Master:
             self.members.append(event, _EVENT_BYTES if event.instance is None else event.instance.num_bytes)
 
     def check(self) -> None:
-        """Assert that both parts are sound, and that the directory's nodes are those with a lease."""
+        """Assert that both parts are sound, and that the directory's nodes are exactly those with a lease."""
         self.leases.check()
         self.directory.check()
         self.members.check()

@@ -63,7 +63,7 @@ class MasterConfig(PortOptions, ProcessConfig):
 
 
 async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
-    """Serve Membership and Directory until the process is told to stop. ``ownership`` None: of all ranges."""
+    """Serve Membership and Directory until the process is stopped. ``ownership`` None: of all ranges."""
     allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections)
     clock = SystemClock()
     rng = Random(config.seed or process.generation)
@@ -100,7 +100,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     try:
         await _first(process.stopping, tasks)
     finally:
-        for task in tasks:  # resigning first: the others elect while this one says good-bye
+        for task in tasks:  # resigning first: the others elect while this one shuts down
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await fast_port.close(grace_s=0.2)
@@ -132,7 +132,7 @@ def _etcd(config: MasterConfig) -> Sequence[Address]:
 
 
 async def _first(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Wait until the process is to stop, or a task fails: a master that ends no leases must not live on."""
+    """Wait until the process is to stop, or a task fails: a master that ends no leases must not keep running."""
     waiting = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

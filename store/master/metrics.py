@@ -1,4 +1,4 @@
-"""The master's metric names. Gauges read the state when they are scraped; the calls count themselves."""
+"""The master's metric names. Gauges read the state when scraped; calls count themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tanghulu.types import Role
 
 @dataclass
 class CallCounts:
-    """Counts of the directory's calls, as plain numbers: adding to a Counter costs more than many a call."""
+    """Counts of the directory's calls, as plain numbers: adding to a Counter costs more than many calls do."""
 
     announcements: int = 0
     report_pieces: int = 0
@@ -34,7 +34,7 @@ class CallCounts:
 
 
 class _CallCollector(Collector):
-    """Reads the counts when Prometheus asks (from the metrics thread: plain attribute reads only)."""
+    """Reads the counts for Prometheus (from the metrics thread: plain attribute reads only)."""
 
     def __init__(self, counts: CallCounts) -> None:
         self._counts = counts
@@ -72,7 +72,7 @@ class _CopyCollector(Collector):
         self._master = master
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the copies by reason and outcome, and the bytes of those that were made."""
+        """Yield the copies by reason and outcome, and the bytes of completed copies."""
         orders = self._master.copies.orders
         copies = CounterMetricFamily(
             "tanghulu_master_copies", "Copies ordered from nodes.", labels=["reason", "outcome"]
@@ -110,7 +110,7 @@ class MasterMetrics:
         self.followers = Gauge("tanghulu_master_followers", "Open event streams.", ["stream"], registry=registry)
 
     def observe(self, master: Master) -> None:
-        """Show the state of ``master``; called once."""
+        """Register gauges of the state of ``master``; called once."""
         self._gauge("keys", "Keys in the directory.", lambda: master.directory.num_keys)
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
         self._gauge(
@@ -134,17 +134,17 @@ class MasterMetrics:
         self._registry.register(_CopyCollector(master))
 
     def observe_waits(self, board: WaitBoard) -> None:
-        """Show how many calls wait for keys; called once."""
+        """Register a gauge of the number of calls waiting for keys; called once."""
         self._gauge("waiting_calls", "Calls that wait for keys to be stored.", lambda: len(board))
 
     def observe_ownership(self, ownership: RangeOwnership) -> None:
-        """Show how many ranges this master owns; called once."""
+        """Register a gauge of the number of ranges owned by this master; called once."""
         self._gauge(
             "owned_ranges", "Ranges of keys, of 64, that this master answers for.", lambda: len(ownership.owned)
         )
 
     def observe_leadership(self, leadership: EtcdOwnership) -> None:
-        """Show whether this one of several masters leads, and its term; called once."""
+        """Register gauges of whether this one of several masters leads, and of its term; called once."""
         self._gauge("leading", "1 while this master leads.", lambda: leadership.leads)
         self._gauge("term", "The term that this master leads, or led last.", lambda: leadership.term)
 

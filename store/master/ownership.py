@@ -1,4 +1,4 @@
-"""The ranges that a master owns, and the map of all masters, as its calls see them."""
+"""The ranges owned by a master, and the map of all masters, as used by its calls."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ ALL_RANGES = frozenset(range(NUM_RANGES))
 
 
 class RangeOwnership(Protocol):
-    """Which ranges this master owns now, and the map as far as it knows it.
+    """The ranges owned by this master now, and its latest known map.
 
-    A range is in ``owned`` only while this master's lease on it lives; the map may name this master longer, or sooner.
-    ``shares``: others may own ranges beside this master; else there is no map, and it is the only one and owns all.
+    A range is in ``owned`` only while this master's lease on it is valid; the map may name this master longer, or
+    sooner. ``shares``: others may own ranges beside this master; otherwise there is no map, and this is the only master
+    and owns all.
     """
 
     @property
@@ -25,22 +26,22 @@ class RangeOwnership(Protocol):
 
     @property
     def owned(self) -> frozenset[int]:
-        """The ranges that this master answers for."""
+        """The ranges that this master serves."""
 
     @property
     def map(self) -> RangeMap:
-        """The latest map that this master knows; of version 0 before it has seen any."""
+        """The latest map known to this master; of version 0 before it has seen any."""
 
     @property
     def renewals(self) -> Renewals:
-        """Of this master's lease on its ranges, as callers count them; 0 only if they need no proof."""
+        """The renewals of this master's lease on its ranges, as counted by callers; 0 only if they need no proof."""
 
     def refusal(self) -> MasterUnavailable:
-        """The error for callers that ask for keys of others."""
+        """Return the error for callers that request keys of other masters."""
 
 
 class OwnsAll:
-    """The ownership of an only master."""
+    """The ownership of a single master."""
 
     def __init__(self) -> None:
         self.shares = False

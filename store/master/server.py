@@ -1,4 +1,4 @@
-"""The driver of the master, under the calls of both protocols: the clock, the ticking, the wake-up of followers."""
+"""The driver of the master, under the calls of both protocols: the clock, the ticks, the waking of followers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tanghulu.store.protocol.terms import Term
 
 _log = structlog.get_logger(__name__)
 TICK_S = 0.05
-#: Keys that are swept in one go, about 4 ms; other calls get their turn in between.
+#: Keys swept in one step, about 4 ms; other calls are served in between.
 SWEEP_KEYS = 1000
-#: Keys that the copy planner looks at in a tick while there is anything to copy, about as long.
+#: Keys checked by the copy planner in a tick while there is anything to copy, about the same time.
 WALK_KEYS = 1000
-#: As often a directory that is not complete yet says so, and which nodes it waits for, the first of them.
+#: Interval at which an incomplete directory logs that, with the first of the nodes that it waits for.
 INCOMPLETE_S = 5.0
 MAX_NAMED = 8
 
 
 class Signal:
-    """Wakes all who wait. A waiter looks at the state first, then waits, without an await in between."""
+    """Wakes all waiters. A waiter checks the state first, then waits, without an await in between."""
 
     def __init__(self) -> None:
         self._event: asyncio.Event | None = None
 
     def fire(self) -> None:
-        """Wake all who wait now."""
+        """Wake all current waiters."""
         event, self._event = self._event, None
         if event is not None:
             event.set()
@@ -68,7 +68,7 @@ class MasterServer:
 
     @property
     def now_s(self) -> float:
-        """The time that every call of the master is given."""
+        """The time passed to every call of the master."""
         return self.clock.now_s()
 
     def require_leadership(self) -> None:
@@ -77,17 +77,17 @@ class MasterServer:
             self.leadership.require()
 
     def require_owned(self, keys: Iterable[str]) -> None:
-        """Raise KeysMoved if this master does not own all of ``keys``, or NotLeader if one owns everything, another."""
+        """Raise KeysMoved unless this master owns all of ``keys``, or NotLeader if another one owns everything."""
         if not self.owns(keys):
             raise self.ownership.refusal()
 
     def owns(self, keys: Iterable[str]) -> bool:
-        """Return whether all of ``keys`` are this master's, as far as several share them."""
+        """Return whether all of ``keys`` are this master's, if several share them."""
         owned = self.ownership.owned
         return len(owned) == NUM_RANGES or owned.issuperset(ranges_of(keys))
 
     def require_ranges(self, ranges: int) -> None:
-        """As ``require_owned`` for ranges, a bit for each; 0 stands for all of them."""
+        """Do as ``require_owned`` for ranges, a bit for each; 0 means all of them."""
         owned = self.ownership.owned
         if not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
             raise self.ownership.refusal()
@@ -96,7 +96,7 @@ class MasterServer:
     def signature(self) -> tuple[int, int, int]:
         """The end of every reply: term, the etcd that counts it, and the renewals of the lease.
 
-        The term of one of several owners is the version up to which it knows the map.
+        The term of one of several owners is the latest version of the map that it knows.
         """
         ownership = self.ownership
         if not ownership.shares:
@@ -105,51 +105,51 @@ class MasterServer:
 
     @property
     def term(self) -> Term:
-        """The term that every reply carries."""
+        """The term in every reply."""
         number, cluster, _ = self.signature
         return Term(number, cluster)
 
     def require_newest(self, number: int, cluster: int) -> None:
-        """Raise NotLeader, or KeysMoved, if a caller knows of a later term than this master.
+        """Raise NotLeader, or KeysMoved, if a caller knows a later term than this master.
 
-        The caller's word alone deposes nobody.
+        The caller's claim alone deposes no master.
         """
         known = self.ownership.map
         if self.ownership.shares and cluster == known.cluster and number > known.version:
             raise self.ownership.refusal()
 
     def require_generation(self, generation: int) -> None:
-        """Raise NotLeader unless the master still has the memories that it had as ``generation``."""
+        """Raise NotLeader unless the master still has its memories of ``generation``."""
         self.require_leadership()
         if self.master.generation != generation:
             raise NotLeader.naming("")
 
     def require_memory(self, generation: int) -> None:
-        """Raise NotLeader unless the directory is still the one that began as ``generation``."""
+        """Raise NotLeader unless the directory is still that of ``generation``."""
         if self.master.log_generation != generation:
             raise NotLeader.naming("")
 
     def lead(self, term: int) -> None:
-        """Lead from now on, one of several masters that share the ranges."""
+        """Lead from now on, as one of several masters that share the ranges."""
         self.master.begin_leases(term, self.now_s)
         self.metrics.elections.inc()
         self._changed.fire()
 
     def lead_no_more(self) -> None:
-        """Lead no longer: end all streams; the ranges that this master owns stay its own."""
+        """Stop leading: end all streams; the ranges owned by this master stay its own."""
         self.master.begin_leases(0, self.now_s)
         self._changed.fire()
 
     def own(self, number: int) -> None:
-        """Answer for a range from now on."""
+        """Serve a range from now on."""
         self.master.directory.begin_range(number)
 
     def disown(self, number: int) -> None:
-        """Answer for a range no more."""
+        """Stop serving a range."""
         self.master.directory.forget_range(number)
 
     def update_nodes(self, nodes: Mapping[str, Instance], admitted: frozenset[str] | None) -> None:
-        """Take the nodes that are in etcd."""
+        """Take the nodes in etcd."""
         self.master.update_nodes(nodes, admitted, self.now_s)
         self.changed()
 
@@ -166,7 +166,7 @@ class MasterServer:
         await self._changed.wait()
 
     async def news(self) -> None:
-        """``wait``; raises NotLeader when this master has stepped down meanwhile."""
+        """``wait``; raises NotLeader if this master has stepped down meanwhile."""
         generation = self.master.generation
         await self.wait()
         self.require_generation(generation)
@@ -178,7 +178,7 @@ class MasterServer:
             tasks.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Clean the directory of what lost nodes held, in small steps, while everything else goes on."""
+        """Clean the directory of lost nodes' entries, in small steps, while everything else continues."""
         while True:
             await asyncio.sleep(TICK_S)
             if self.leadership is not None and self.leadership.leads:
@@ -215,7 +215,7 @@ class MasterServer:
             self.changed()
 
     async def _forget_gone_nodes(self, leadership: EtcdOwnership) -> None:
-        """Take nodes that are gone out of the admitted ones."""
+        """Remove departed nodes from the admitted ones."""
         admitted = leadership.admitted
         if admitted.ids - self.master.present_nodes(admitted.ids, self.now_s):
             await admitted.keep(lambda: self.master.present_nodes(admitted.ids, self.now_s))

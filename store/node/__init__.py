@@ -1,1 +1,1 @@
-"""A store node: its segment, the chunks in it, and their way in and out."""
+"""A store node: its segment, the chunks in it, and their ways in and out."""

@@ -71,18 +71,18 @@ from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
-#: How often write buffers are looked at while they are used.
+#: Interval of checks of write buffers in use.
 _POLL_S = 0.002
 #: Seconds that a start waits for a master that went away meanwhile before it serves without it.
 _FIRST_CONTACT_S = 2.0
-#: What a node evicts ahead of need in one tick: without an SSD tier, and with one, to which it copies all that.
+#: Bytes evicted ahead of demand in one tick: without an SSD tier, and with one, to which all of it is copied.
 _EVICT_AHEAD_BYTES, _SEND_AHEAD_BYTES = 64 << 20, 16 << 20
-#: Chunks that go down to the SSD at a tick: each costs the loop a tenth of a millisecond.
+#: Chunks demoted to the SSD per tick: each costs the loop a tenth of a millisecond.
 _SEND_AHEAD_CHUNKS = 64
-#: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
+#: Part of the segment that mapped leases of one client, and those of all together, may hold; beyond it clients get
 #: copies.
 _MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
-#: Of a range that comes into use this much is touched at once: 20 ms of the loop where all of it is new.
+#: Part of a newly used range touched at once: 20 ms of the loop if all of it is new.
 _MOST_TOUCHED_BYTES = 64 << 20
 
 
@@ -121,10 +121,10 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
 
 
 class NodeMemory:
-    """The memory that a node offers, and what lies where in it. ``prefault`` touches all of it now.
+    """The memory offered by a node, and its layout. ``prefault`` touches all of it now.
 
-    The segment: values, ``memory_bytes`` | heads and records of write buffers. Beside it the shared index, which
-    clients can only read.
+    The segment: values, ``memory_bytes`` | heads and records of write buffers. Beside it the shared index, which is
+    read-only for clients.
     """
 
     def __init__(self, memory_bytes: int, now_s: float, *, prefault: bool) -> None:
@@ -141,7 +141,7 @@ class NodeMemory:
         self.published = Published(IndexWriter(self.segment.published.view, self.index.seed, now_s))
 
     def touch(self, offset: int, length: int) -> None:
-        """Make a range this process's memory before a client writes it; of a very long one the first part, in time."""
+        """Touch a range before a client writes it; for a very long one the first part, in time."""
         if not self._is_touched:
             self.segment.touch(offset, min(length, _MOST_TOUCHED_BYTES))
 
@@ -244,7 +244,7 @@ class Node:
         registry.register(NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
-        """Serve until the process is told to stop."""
+        """Serve until the process is stopped."""
         config = self._config
         allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections + config.max_data_connections)
         tasks: list[asyncio.Task[None]] = []
@@ -263,7 +263,7 @@ class Node:
                 self._registration = entering
                 await asyncio.wait([entering], timeout=_FIRST_CONTACT_S)
                 if entering.done():
-                    entering.result()  # a node that the master will never let in does not start
+                    entering.result()  # a node that the master will never admit does not start
                 instance_id = self._process.instance_id(address.port)
                 running = [self._reporter.run(instance_id), self._tick(), self._copier.run()]
                 if self._authorizer is not None:
@@ -318,7 +318,7 @@ class Node:
         return self._tokens.table.tenants
 
     def _instance(self, address: Address, first: Mapping[str, str] | None = None) -> Instance:
-        """This node as it registers; ``first``: attributes of the first time."""
+        """Return this node's registration; ``first``: attributes of the first time."""
         return Instance(
             id=self._process.instance_id(address.port),
             role=Role.NODE,
@@ -337,7 +337,7 @@ class Node:
         )
 
     async def _drain(self, draining: bool) -> None:
-        """Take no new chunks, or take them again, and have the master know. Raises MasterUnavailable; it follows."""
+        """Refuse new chunks, or accept them again, and inform the master, later if this raises MasterUnavailable."""
         self.state.drain(draining)
         self._room_changed()
         if self._registration is not None:
@@ -345,7 +345,7 @@ class Node:
             await registration.update(self._instance(self._port.address))
 
     def _ordered(self, orders: Orders) -> None:
-        """The master wants chunks copied here, or dropped because they were removed, or others hold them now."""
+        """Execute the master's orders: copy chunks here, or drop those removed elsewhere or held by others now."""
         self.state.drain_buffers()
         self._copier.order(orders)
         for key, version, removed in orders.drops:
@@ -393,7 +393,7 @@ class Node:
                 self._puts.incoming.check()
 
     def _give_sign_of_life(self) -> None:
-        """Let readers believe the index, unless the master may have given this node up: it then hears of no removal."""
+        """Keep the index valid for readers, unless the master may have given this node up and sends it no removals."""
         now_s, published = self._clock.now_s(), self._memory.published
         if self._discovery is not None and self._discovery.is_listed(now_s + MAX_SILENCE_S):
             published.beat(now_s)
@@ -401,7 +401,7 @@ class Node:
             published.flush()
 
     def _drain_buffers(self) -> None:
-        """Make chunks of what clients have written: at every tick, and far more often while they put."""
+        """Make chunks of clients' writes: at every tick, and far more often while they put."""
         busy = self.state.tick_buffers(self._clock.now_s())
         if busy and self._polling is None:
             self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_buffers)
@@ -419,7 +419,7 @@ class Node:
 
 
 async def _leave(entering: asyncio.Task[Registration]) -> None:
-    """Take the node out again, or stop trying to enter it."""
+    """Deregister the node, or stop trying to register it."""
     if not entering.done():
         await cancelled(entering)
         return
@@ -428,7 +428,7 @@ async def _leave(entering: asyncio.Task[Registration]) -> None:
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Wait until the process is to stop, or one of its tasks fails: a node that reports nothing must not live on."""
+    """Wait until the process is to stop, or one of its tasks fails: a node that cannot report must not keep running."""
     waiting = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -437,7 +437,7 @@ async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None
 
 
 async def serve(process: Process, config: NodeConfig) -> None:
-    """Serve the node until the process is told to stop."""
+    """Serve the node until the process is stopped."""
     await Node(process, config).run()
 
 

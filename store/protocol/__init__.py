@@ -1,1 +1,1 @@
-"""What node, master and client of the store share: their types, messages and layouts of shared memory."""
+"""The types, messages and shared-memory layouts common to node, master and client of the store."""

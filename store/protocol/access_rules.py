@@ -1,4 +1,4 @@
-"""The rules of methods for which it takes more than a right and the names of fields; see ``methods``."""
+"""Access rules of methods that need more than a right and field names; see ``methods``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _to_switch(request: EvictionPolicy) -> Right:
 
 
 def _to_locate(request: Any) -> Right | None:
-    """Who only writes has to find what it removes, who only reads removes nothing."""
+    """Return the right for LOCATE: writers have to find chunks that they remove, readers remove nothing."""
     if getattr(request, "removing", False):
         return Right.WRITE
     return Right.READ if request.count_only else None
@@ -56,9 +56,9 @@ def _removed(request: Any) -> Sequence[str]:
 
 
 def refuse_open_carriers(table: TokenTable, transports: str) -> None:
-    """Raise ConfigError for transports by which a peer reaches all of a node's memory without asking, if some may not.
+    """Raise ConfigError for transports that give a peer all of a node's memory without a request, if some may not.
 
-    ``transports`` is the list of names as --transports has it.
+    ``transports`` is the list of names as in --transports.
     """
     named = {each.strip() for each in transports.split(",")} & {"rdma", "ucx"}
     kept_out = sorted(name for name, tenant in table.tenants.items() if not tenant.shared_memory)
@@ -77,7 +77,7 @@ _parse_nodes = parser_of(NodesReply)
 
 
 def _without_figures(identity: Identity, reply: PlaceReply | NodesReply | bytes) -> PlaceReply | NodesReply | bytes:
-    """A list of nodes for a tenant, which may not count what others hold; an answer may be encoded already."""
+    """Return a list of nodes for a tenant, without figures about others; an answer may be encoded already."""
     if identity.sees_metrics:
         return reply
     answer = _parse_nodes(reply) if isinstance(reply, bytes) else reply

@@ -1,7 +1,7 @@
-"""The messages of ANNOUNCE: what a node holds now or no longer, and what the master says to it.
+"""The messages of ANNOUNCE: chunks that a node holds now or no longer, and the master's answers.
 
-They are the values that the directory decides by, too; the rules are ``store.master.directory``'s. How many keys one
-message may name ``validate`` checks, and everything else the fields' types.
+The directory decides by the same values; the rules are ``store.master.directory``'s. ``validate`` checks the number of
+keys in one message, and the fields' types everything else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Slots: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=RANGE_SLOTS)]
 
 
 class ChunkEntry(NamedTuple):
-    """One announced chunk; ``cold``: on the node's SSD, and not in its memory.
+    """One announced chunk; ``cold``: on the node's SSD, not in its memory.
 
     ``unconfirmed``: no master has accepted this put yet, so its success is not acknowledged. Equal versions are
     replicas of one put.
@@ -38,7 +38,7 @@ class ChunkEntry(NamedTuple):
 
 
 class ReportPiece(FastMessage, frozen=True):
-    """A piece of a node's report of all that it holds, slot by slot (see ``key_slots``).
+    """A piece of a node's report of all its chunks, slot by slot (see ``key_slots``).
 
     The pieces of one report are numbered from 0; with this piece all slots below ``next_slot`` are reported.
     The same piece may come again. ``entries`` are (key, version, size in bytes, is it cold) of confirmed chunks.
@@ -50,7 +50,7 @@ class ReportPiece(FastMessage, frozen=True):
 
 
 class Removal(NamedTuple):
-    """A chunk that the node holds no longer, or a put that it aborted; another version of the key is not meant."""
+    """A chunk no longer held by the node, or a put that it aborted; other versions of the key are unaffected."""
 
     key: Key
     version: U64
@@ -59,19 +59,19 @@ class Removal(NamedTuple):
 class NodeAnnouncement(FastMessage, frozen=True):
     """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
 
-    ``retracted`` are puts that failed before their values were whole, because their clients died or gave up: a client's
-    commit of them is void. They are taken back before all else, and not repeated when the message is lost.
+    ``retracted`` are puts that failed before their values were complete, because their clients died or gave up: a
+    client's commit of them is void. They are undone before all else, and not repeated when the message is lost.
 
-    ``report_id`` is of the report that is under way, 0 if none is, ``ranges`` are those that it is of, None: all that
-    the master owns, and ``piece`` is a piece of it. ``capacity_bytes`` 0 says nothing of capacity and use.
+    ``report_id`` is of the running report, 0 if there is none, ``ranges`` are those that it covers, None: all that the
+    master owns, and ``piece`` is a piece of it. ``capacity_bytes`` 0 leaves capacity and use unspecified.
 
     The next four are for the planner of copies: wanted replicas of added chunks that want several, whether a draining
-    node has nothing under way, the most-read keys with the number of gets since the last message, and ordered copies
-    that failed. ``tenants``: once a second the bytes here of those that have a quota for all nodes together.
+    node has no work in progress, the most-read keys with the number of gets since the last message, and failed ordered
+    copies. ``tenants``: once a second the bytes here of those with a quota for all nodes together.
 
-    ``map_version`` is of the map of masters that the node goes by; 0: it knows none, and takes this master for the
-    owner of all ranges. By that map the ranges ``owned``, a bit for each, are this master's; 0: a sign of life to the
-    leader. ``term`` of ``term_of`` is the newest that the node knows, of the ranges here or of any elected master.
+    ``map_version`` is of the map of masters used by the node; 0: it has none, and takes this master for the owner of
+    all ranges. By that map the ranges ``owned``, a bit for each, are this master's; 0: a sign of life to the leader.
+    ``term`` of ``term_of`` is the newest known to the node, of the ranges here or of any elected master.
     """
 
     node_id: str
@@ -108,7 +108,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
         return self.owned if self.map_version else ALL_BITS
 
     def keys(self) -> Iterator[str]:
-        """All keys of which the node says that it holds their chunks, or does no longer."""
+        """Yield all keys of chunks that the node reports as held, or no longer held."""
         yield from (entry.key for entry in self.added)
         yield from (removal.key for removal in chain(self.removed, self.deleted, self.retracted))
         if self.piece is not None:
@@ -116,7 +116,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
 
 
 class CopyOrder(NamedTuple):
-    """Pull ``key`` at ``version`` from the node ``source``, and announce it then."""
+    """Pull ``key`` at ``version`` from the node ``source``, then announce it."""
 
     key: str
     version: U64
@@ -124,7 +124,7 @@ class CopyOrder(NamedTuple):
 
 
 class DropOrder(NamedTuple):
-    """Let go of your copy, unless it is pinned hard; if the chunk was ``removed`` at another holder, even then."""
+    """Drop your copy, unless it is pinned hard; if the chunk was ``removed`` at another holder, even then."""
 
     key: str
     version: U64
@@ -132,7 +132,7 @@ class DropOrder(NamedTuple):
 
 
 class Orders(FastMessage, frozen=True):
-    """Work for a node: copies to pull from ``sources``, and copies that it shall hold no longer."""
+    """Work for a node: copies to pull from ``sources``, and copies to drop."""
 
     copies: Sequence[CopyOrder] = ()
     drops: Sequence[DropOrder] = ()
@@ -156,10 +156,10 @@ class AnnounceReply(FastMessage, frozen=True):
     have yet to be reported, so these are to be announced again. ``refused`` are indexes into the piece's entries.
 
     ``report_wanted``: the master does not know this node's chunks. ``report_keys``: the number of keys that the next
-    piece may have; 0: not yet, ask again. ``known_slots``: the slots below this one are known, so what was undecided
-    there can be announced again. To a node that goes by a map: ``ranges``, those that this master owns and that are not
-    known whole, or that this node has yet to report; and ``map_version``, if ``owned`` was not what this master owns:
-    the version up to which it knows the map.
+    piece may have; 0: not yet, ask again. ``known_slots``: the slots below this one are known, so undecided entries
+    there can be announced again. To a node with a map: ``ranges``, those that this master owns and that are not
+    completely known, or that this node has yet to report; and ``map_version``, if ``owned`` does not match this
+    master's ranges: the latest version of the map known to it.
 
     ``elsewhere``: bytes that the tenants of the announcement hold on all other nodes; there are ``num_nodes``, 0: none
     were named. The rest is as in LocateReply.

@@ -1,7 +1,7 @@
 """Checksums of chunks: xxh3_64 over runs of ``part_bytes``, so that a layer can be verified as it arrives.
 
-Owns the one way to compute and to verify them; writers, readers and the node's scrubbing all come here. A value of
-10 bytes with part_bytes=4 has three parts of 4, 4 and 2 bytes; part_bytes=0 means one part over the whole value.
+Owns the one way to compute and to verify them; writers, readers and the node's scrubbing all use it. A value of 10
+bytes with part_bytes=4 has three parts of 4, 4 and 2 bytes; part_bytes=0 means one part over the whole value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_CHECKSUMS = Checksums()
 
 
 def compute(value: memoryview | bytes, part_bytes: int = 0) -> Checksums:
-    """Checksums of ``value``; raises InvalidRequest for more than ``MAX_PARTS`` parts."""
+    """Return checksums of ``value``; raises InvalidRequest for more than ``MAX_PARTS`` parts."""
     size = len(value)
     step = part_length(size, part_bytes)
     if step == size:
@@ -41,7 +41,7 @@ def compute(value: memoryview | bytes, part_bytes: int = 0) -> Checksums:
 
 
 def part_length(size_bytes: int, part_bytes: int) -> int:
-    """How long a part of a value is (its last one may be shorter); raises InvalidRequest for too many parts."""
+    """Return the length of a value's parts (the last may be shorter); raises InvalidRequest for too many parts."""
     if part_bytes <= 0 or part_bytes >= size_bytes:
         return size_bytes
     if size_bytes > part_bytes * MAX_PARTS:
@@ -62,7 +62,7 @@ def validate(checksums: Checksums, size_bytes: int) -> None:
 
 
 def matches(value: memoryview | bytes, checksums: Checksums) -> bool:
-    """Return whether ``value`` is what ``checksums`` were computed from; True if there are none."""
+    """Return whether ``value`` matches ``checksums``; True if there are none."""
     parts = checksums.parts
     if not parts:
         return True
@@ -74,7 +74,7 @@ def matches(value: memoryview | bytes, checksums: Checksums) -> bool:
 
 
 def covering(checksums: Checksums, size_bytes: int, begin: int, end: int) -> tuple[int, int]:
-    """The least part of a value of ``size_bytes`` around ``[begin, end)`` that can be verified by itself."""
+    """Return the least part of a value of ``size_bytes`` around ``[begin, end)`` that can be verified by itself."""
     if not checksums.parts:
         return begin, end
     step = checksums.part_bytes
@@ -84,7 +84,7 @@ def covering(checksums: Checksums, size_bytes: int, begin: int, end: int) -> tup
 
 
 def matches_from(value: memoryview | bytes, checksums: Checksums, begin: int) -> bool:
-    """``matches`` for the part of a value that begins at ``begin`` and that ``covering`` gave."""
+    """Return ``matches`` for the part of a value that begins at ``begin`` and was chosen by ``covering``."""
     if len(checksums.parts) <= 1:
         return matches(value, checksums)
     step = checksums.part_bytes
@@ -93,7 +93,7 @@ def matches_from(value: memoryview | bytes, checksums: Checksums, begin: int) ->
 
 
 def are_from(computed: Checksums, checksums: Checksums, begin: int) -> bool:
-    """``matches_from`` of a part whose checksums were ``computed`` as it came."""
+    """Return ``matches_from`` for a part whose checksums were ``computed`` on arrival."""
     return computed.parts == _parts_from(checksums, begin, len(computed.parts))
 
 
@@ -103,9 +103,9 @@ def _parts_from(checksums: Checksums, begin: int, count: int) -> tuple[int, ...]
 
 
 class RunningChecksums:
-    """``compute`` for a value of ``size_bytes`` that is added piece by piece; raises InvalidRequest as it does.
+    """``compute`` for a value of ``size_bytes`` added piece by piece; raises InvalidRequest likewise.
 
-    Can be shown to a transfer engine's copies as their digest.
+    A transfer engine's copies can use it as their digest.
     """
 
     def __init__(self, size_bytes: int, part_bytes: int = 0) -> None:
@@ -124,13 +124,13 @@ class RunningChecksums:
         return self.num_added == self._size_bytes and not self._void
 
     def void(self) -> None:
-        """What was added is not the value's; it is never ``complete``."""
+        """Discard the added bytes as not the value's; it is never ``complete``."""
         self._void = True
 
     def add(self, piece: memoryview) -> None:
-        """What follows."""
+        """Add the next bytes."""
         self.num_added += len(piece)
-        if len(piece) < self._room:  # the commonest case
+        if len(piece) < self._room:  # the most frequent case
             self._digest.update(piece)
             self._room -= len(piece)
             return
@@ -153,14 +153,14 @@ class RunningChecksums:
 
 
 class Rest:
-    """Checksums that have seen the beginning of their value already: shown all of it, they are added what follows."""
+    """Checksums that already cover the beginning of their value: fed all of it, they add only the rest."""
 
     def __init__(self, running: RunningChecksums) -> None:
         self.running = running
         self.num_shown = 0
 
     def add(self, piece: memoryview) -> None:
-        """The value from its beginning, piece by piece."""
+        """Feed the value from its beginning, piece by piece."""
         known = max(self.running.num_added - self.num_shown, 0)
         self.num_shown += len(piece)
         if known < len(piece):
@@ -172,7 +172,7 @@ class Rest:
 
 
 def compute_joined(pieces: Sequence[memoryview], part_bytes: int = 0) -> Checksums:
-    """``compute`` for a value that lies in several pieces, without joining them."""
+    """Return ``compute`` for a value in several pieces, without joining them."""
     running = RunningChecksums(sum(map(len, pieces)), part_bytes)
     for piece in pieces:
         running.add(piece)
@@ -180,6 +180,6 @@ def compute_joined(pieces: Sequence[memoryview], part_bytes: int = 0) -> Checksu
 
 
 def verify(value: memoryview | bytes, checksums: Checksums, key: str) -> None:
-    """Raise ChecksumMismatch, naming ``key``, if ``value`` is not what was put."""
+    """Raise ChecksumMismatch, naming ``key``, if ``value`` does not match."""
     if not matches(value, checksums):
         raise ChecksumMismatch(f"the {len(value)} bytes that arrived for {key!r} are not the bytes that were put")

@@ -1,6 +1,6 @@
-"""The messages of the directory beside LOCATE and commits: nodes, placement, listings, waits, copies ahead of demand.
+"""The messages of the directory beside LOCATE and commits: nodes, placement, listings, waits, copies in advance.
 
-Where a client's answer is such a value, ``NodeView`` or ``KeyInfo``, the message's item is that very value.
+If a client's answer is such a value, ``NodeView`` or ``KeyInfo``, the message's item is that very value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_count(num_keys: int) -> None:
 
 
 class NodeView(FastMessage, frozen=True):
-    """A store node as the master lists it. ``last_seen_s``: seconds since its last sign of life.
+    """A store node as listed by the master. ``last_seen_s``: seconds since its last sign of life.
 
     Of a draining node ``num_unsafe`` chunks have no other holder yet; ``drained`` means that it may be stopped.
     """
@@ -45,7 +45,7 @@ class NodeView(FastMessage, frozen=True):
 
     @classmethod
     def of(cls, instance: Instance, *figures: Any) -> NodeView:
-        """The view of ``instance`` with these ``figures``: the fields from ``capacity_bytes`` on, in order."""
+        """Return the view of ``instance`` with these ``figures``: the fields from ``capacity_bytes`` on, in order."""
         host_id = instance.attributes.get("host_id", "")
         address, place = str(instance.address), str(instance.place)
         return cls(instance.id, address, instance.unix_path, instance.metrics_address, place, host_id, *figures)
@@ -61,9 +61,9 @@ class KeyInfo(FastMessage, frozen=True):
 
 
 class PlaceRequest(FastMessage, frozen=True):
-    """Ask for nodes for a value of ``size_bytes``, of which ``replicas`` shall hold it.
+    """Request nodes for a value of ``size_bytes``, to be held by ``replicas`` of them.
 
-    ``prefer_node`` is the id of the first choice, ``client_place`` the client's zone/rack/host; "" says nothing.
+    ``prefer_node`` is the id of the first choice, ``client_place`` the client's zone/rack/host; "" for none.
     """
 
     size_bytes: U64
@@ -73,7 +73,7 @@ class PlaceRequest(FastMessage, frozen=True):
 
 
 class PlaceReply(FastMessage, frozen=True):
-    """Nodes, best first: at least ``replicas`` of them where that many live. The rest is as in LocateReply."""
+    """Nodes, best first: at least ``replicas`` of them if that many are alive. The rest is as in LocateReply."""
 
     nodes: list[NodeView]
     term: U64 = 0
@@ -82,12 +82,12 @@ class PlaceReply(FastMessage, frozen=True):
 
 
 class NodesRequest(FastMessage, frozen=True):
-    """Ask for all nodes. The list has a version, which changes when a node comes, goes, or changes its registration or
-    its capacity, and when the directory is complete; other figures change without it.
+    """Request all nodes. The list has a version, which changes when a node joins, leaves, or changes its registration
+    or its capacity, and when the directory is complete; other figures change without it.
 
-    ``known_version`` is of the list that the caller has, from the master of ``known_generation``; 0: none.
-    ``versioned``: figures may be as old as the list's version; else they are those of now. ``ranges``: the owner of
-    these, a bit for each, is asked for the chunks of each node and the progress of drains; 0: the leader is asked.
+    ``known_version`` is of the caller's list, from the master of ``known_generation``; 0: none. ``versioned``: figures
+    may be as old as the list's version; otherwise they are current. ``ranges``: the owner of these, a bit for each, is
+    asked for the chunks of each node and the progress of drains; 0: the leader is asked.
     """
 
     known_version: U64 = 0
@@ -97,11 +97,11 @@ class NodesRequest(FastMessage, frozen=True):
 
 
 class NodesReply(FastMessage, frozen=True):
-    """The nodes, and how the directory stands. ``unchanged``: ``nodes`` is empty, because the caller has the list.
+    """The nodes, and the state of the directory. ``unchanged``: ``nodes`` is empty, because the caller has the list.
 
-    ``rebuilding_ranges``: the number of ranges of this master that are not known whole; ``leading``: it is the leader;
-    ``of_part``: chunks and drains are those of its ranges alone, and others own the rest. ``renewals`` stays the last
-    field: see ``NodeList``.
+    ``rebuilding_ranges``: the number of ranges of this master that are not completely known; ``leading``: it is the
+    leader; ``of_part``: chunks and drains are those of its ranges alone, and others own the rest. ``renewals`` stays
+    the last field: see ``NodeList``.
     """
 
     nodes: list[NodeView]
@@ -119,9 +119,9 @@ class NodesReply(FastMessage, frozen=True):
 
 
 class ListKeysRequest(FastMessage, frozen=True):
-    """Ask for keys in order, behind the key ``after``. ``limit`` 0: the server's default.
+    """Request keys in order, behind the key ``after``. ``limit`` 0: the server's default.
 
-    ``ranges``: keys of these, a bit for each; 0: of all, which one master must own then.
+    ``ranges``: keys of these, a bit for each; 0: all, which one master must own then.
     """
 
     prefix: str = ""
@@ -151,13 +151,13 @@ class _OfKeys(FastMessage, frozen=True):
 
 
 class WaitRequest(_OfKeys, frozen=True):
-    """Wait until all keys are there, for ``deadline_ms`` at most and 30 s in any case; 0 does not wait."""
+    """Wait until all keys exist, for ``deadline_ms`` at most and 30 s in any case; 0 does not wait."""
 
     deadline_ms: U32 = 0
 
 
 class WaitReply(FastMessage, frozen=True):
-    """A byte a key in ``found``: 1 if somebody holds it now."""
+    """A byte a key in ``found``: 1 if some node holds it now."""
 
     found: bytes
     term: U64 = 0
@@ -168,7 +168,7 @@ class WaitReply(FastMessage, frozen=True):
 class ReplicateRequest(_OfKeys, frozen=True):
     """Have each key held by ``holders`` nodes, up to the master's bound, for ``for_s`` seconds.
 
-    The copies are made in the background; afterwards those that nobody reads are dropped.
+    The copies are made in the background; afterwards unread ones are dropped.
     """
 
     holders: U32
@@ -176,7 +176,7 @@ class ReplicateRequest(_OfKeys, frozen=True):
 
 
 class ReplicateReply(FastMessage, frozen=True):
-    """``num_taken`` of the keys; the others are held by nobody, or too many are asked for already."""
+    """``num_taken`` of the keys; the others have no holder, or too many are requested already."""
 
     num_taken: U32
     term: U64 = 0

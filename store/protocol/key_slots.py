@@ -1,13 +1,13 @@
-"""The slots that keys hash into: the unit in which nodes report what they hold and a master comes to know it.
+"""The slots that keys hash into: the unit in which nodes report their chunks and a master learns of them.
 
-There is a fixed number of them, the same in every process of a cluster. A node tells the slots in order, from 0 on; a
-slot is known when every node has told it, so one number, how many slots are known, says of every key whether a master
-may call it missing.
+Their number is fixed, the same in every process of a cluster. A node reports the slots in order, from 0 on; a slot is
+known when every node has reported it, so one number, that of known slots, decides for every key whether a master may
+call it missing.
 
-Sixteen slots in a row are a range. A master keeps the keys of each range apart from those of all others.
+Sixteen consecutive slots are a range. A master keeps the keys of each range separate from those of all others.
 
-Example: ``slot_of("kv/a")`` is 812 everywhere, and its range 50. A master to whom all nodes have told the slots 0 to
-899 knows whether "kv/a" is stored.
+Example: ``slot_of("kv/a")`` is 812 everywhere, and its range 50. A master that has reports of the slots 0 to 899 from
+all nodes knows whether "kv/a" is stored.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ ALL_BITS = (1 << NUM_RANGES) - 1
 
 
 def slot_of(key: str) -> int:
-    """The slot of ``key``, 0 to NUM_SLOTS - 1: the low bits of XXH3-64 of its UTF-8 bytes."""
+    """Return the slot of ``key``, 0 to NUM_SLOTS - 1: the low bits of XXH3-64 of its UTF-8 bytes."""
     return xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)
 
 
 def range_of(key: str) -> int:
-    """The range of ``key``, 0 to NUM_RANGES - 1: that of its slot."""
+    """Return the range of ``key``, 0 to NUM_RANGES - 1: that of its slot."""
     return (xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)) // RANGE_SLOTS
 
 
 def ranges_of(keys: Iterable[str]) -> list[int]:
-    """The range of each of ``keys``; for many, in two thirds of the time."""
+    """Return the range of each of ``keys``; for many, in two thirds of the time."""
     return [(xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)) // RANGE_SLOTS for key in keys]
 
 
 def bits_of(numbers: Iterable[int]) -> int:
-    """Ranges as one number: a bit for each."""
+    """Return ranges as one number: a bit for each."""
     return sum(1 << number for number in set(numbers))
 
 
 @functools.lru_cache(maxsize=NUM_SLOTS + 1)
 def known_below(num_slots: int) -> bytes:
-    """Of each range how many of its slots, from the first on, are among the first ``num_slots`` of all."""
+    """Return for each range how many of its leading slots are among the first ``num_slots`` of all."""
     return bytes(min(max(num_slots - number * RANGE_SLOTS, 0), RANGE_SLOTS) for number in range(NUM_RANGES))

@@ -1,10 +1,10 @@
-"""The messages that only the fast lane carries, each defined here and nowhere else.
+"""The messages carried only by the fast lane, each defined here and nowhere else.
 
-A class is the type in signatures, the bytes on the wire and their documentation at once; ``FastMessage`` says how it
-may change. Values travel behind a message, in the frame's attachment, one behind the other. Types and bounds are
-checked as a message is decoded, and ``validate`` checks what types cannot say; how many keys one call may name the
-services check, whose errors say what to do. The methods are in ``methods``, the directory's messages in
-``directory_messages`` and ``announcements``.
+A class is the type in signatures, the bytes on the wire and their documentation at once; ``FastMessage`` defines how it
+may change. Values travel behind a message, in the frame's attachment, concatenated. Types and bounds are checked as a
+message is decoded, and ``validate`` checks the rest; the number of keys in one call is checked by the services, whose
+errors say what to do. The methods are in ``methods``, the directory's messages in ``directory_messages`` and
+``announcements``.
 
 Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledged when the master knows, within 1 s, is
 ``PutRequest([NewChunk("ab", 7, 3, Checksums(0, (9,)))], True, 1000)``, 24 bytes, with the attachment b"xyz":
@@ -34,13 +34,13 @@ from tanghulu.types import Address
 
 
 class NodeHello(SegmentHello, frozen=True):
-    """A client that lost its connections names the leases that it still uses; its others are released."""
+    """A client that lost its connections names the leases still in use; its others are released."""
 
     held_lease_ids: Sequence[U64] = ()
 
 
 class Welcome(SegmentWelcome, frozen=True):
-    """``index``: of the chunks in the segment, for clients that map it; ``key_scope`` stands in front of their keys."""
+    """``index``: of the chunks in the segment, for clients that map it; ``key_scope`` is the prefix of their keys."""
 
     index: IndexPlace | None = None
     key_scope: str = ""
@@ -50,10 +50,10 @@ class Welcome(SegmentWelcome, frozen=True):
 
 
 class PutRequest(FastMessage, frozen=True):
-    """Values that travel with the request. ``visible``: acknowledge only when the master knows of them.
+    """Values sent with the request. ``visible``: acknowledge only when the master has them.
 
-    ``deadline_ms`` bounds the wait for leases that stand in the way, ``master_ms`` that for the master, which any
-    other node would have to wait for as well. 0: as long as ``deadline_ms``, and of that, the node's default.
+    ``deadline_ms`` bounds the wait for leases that block it, ``master_ms`` the wait for the master, which any other
+    node would have to make as well; 0: the same as ``deadline_ms``, whose 0 is the node's default.
     """
 
     items: list[NewChunk]
@@ -62,13 +62,13 @@ class PutRequest(FastMessage, frozen=True):
     master_ms: U32 = 0
 
     def validate(self) -> None:
-        """Refuse an item that is none."""
+        """Refuse an invalid item."""
         for item in self.items:
             item.validate()
 
 
 class PutReply(FastMessage, frozen=True):
-    """Of each value whether its key existed already, a hit that wrote nothing, or why it failed; of COMMIT too.
+    """For each value whether its key existed already, a hit that wrote nothing, or its error; of COMMIT too.
 
     ``term`` and ``term_of``, here and in GetReply: of the newest master that the node has reported to, see ``terms``.
     """
@@ -79,7 +79,7 @@ class PutReply(FastMessage, frozen=True):
 
     @classmethod
     def of(cls, outcomes: Sequence[bool | TanghuluError], term: Term = NO_TERM) -> PutReply:
-        """The reply that says so."""
+        """Return the reply with these outcomes."""
         return cls([Failure.of(each) if isinstance(each, TanghuluError) else each for each in outcomes], *term)
 
     @property
@@ -92,13 +92,13 @@ class PutReply(FastMessage, frozen=True):
 
 
 class ReserveRequest(FastMessage, frozen=True):
-    """Values that want ranges. ``deadline_ms`` bounds the wait for leases that stand in the way."""
+    """Values that need ranges. ``deadline_ms`` bounds the wait for leases that block them."""
 
     items: list[NewChunk]
     deadline_ms: U32
 
     def validate(self) -> None:
-        """Refuse an item that is none."""
+        """Refuse an invalid item."""
         for item in self.items:
             item.validate()
 
@@ -118,7 +118,7 @@ class ReserveReply(FastMessage, frozen=True):
 
 
 class CommitItem(FastMessage, frozen=True):
-    """A reservation that was written, and the checksums of what was written."""
+    """A written reservation, and the checksums of its bytes."""
 
     lease_id: U64
     checksums: Checksums
@@ -127,8 +127,8 @@ class CommitItem(FastMessage, frozen=True):
 class CommitRequest(FastMessage, frozen=True):
     """``items`` were written, the reservations ``aborted`` were not; ``visible`` and ``deadline_ms`` as in PutRequest.
 
-    The first ``num_committed`` items the master has accepted already, in the name of the node's ``generation``, and
-    in its ``term`` of ``term_of``: not to be relied upon by a node that has reported to its successor.
+    The master has accepted the first ``num_committed`` items already, in the name of the node's ``generation``, and in
+    its ``term`` of ``term_of``: invalid for a node that has reported to its successor.
     """
 
     items: list[CommitItem]
@@ -141,11 +141,11 @@ class CommitRequest(FastMessage, frozen=True):
     term_of: U64 = 0
 
 
-# --- puts into a range of the node's memory that the client was given before: DESK
+# --- puts into a range of the node's memory given to the client in advance: DESK
 
 
 class OpenBufferRequest(FastMessage, frozen=True):
-    """``value_bytes``: of a usual value."""
+    """``value_bytes``: size of a usual value."""
 
     value_bytes: U64
 
@@ -160,10 +160,10 @@ class OpenBufferReply(FastMessage, frozen=True):
 
 
 class GetRequest(FastMessage, frozen=True):
-    """Values of up to ``max_inline_bytes`` come with the reply, without a pin.
+    """Request values; those of up to ``max_inline_bytes`` come with the reply, without a pin.
 
-    ``verify``: the node compares the bytes with their checksums first; ``deadline_ms`` bounds the wait for chunks
-    that come up from an SSD, 0: the node's default.
+    ``verify``: the node compares the bytes with their checksums first; ``deadline_ms`` bounds the wait for promotions
+    from an SSD, 0: the node's default.
     """
 
     keys: Sequence[str]
@@ -193,10 +193,10 @@ class GetReply(FastMessage, frozen=True):
 
 
 class UnpinRequest(FastMessage, frozen=True):
-    """Leases that are not needed any more, and how many bytes were really read under them, for the node's metrics.
+    """Unneeded leases, and the number of bytes really read under them, for the node's metrics.
 
-    Keys whose bytes were ``corrupt``: the node verifies and drops them. Keys that were ``read`` by means of the shared
-    index, in order.
+    Keys whose bytes were ``corrupt``: the node verifies and drops them. Keys ``read`` through the shared index, in
+    order.
     """
 
     lease_ids: Sequence[U64]
@@ -206,7 +206,7 @@ class UnpinRequest(FastMessage, frozen=True):
 
 
 class Done(FastMessage, frozen=True):
-    """The answer of what has nothing to tell."""
+    """The empty answer."""
 
 
 # --- chunks of a node: EXISTS, REMOVE, CHUNK_STAT
@@ -219,7 +219,7 @@ class KeysRequest(FastMessage, frozen=True):
 
 
 class RemoveRequest(FastMessage, frozen=True):
-    """``deadline_ms`` bounds the wait for the master, 0: the node's default."""
+    """Remove chunks; ``deadline_ms`` bounds the wait for the master, 0: the node's default."""
 
     keys: Sequence[str]
     deadline_ms: U32 = 0
@@ -232,9 +232,9 @@ class KeysReply(FastMessage, frozen=True):
 
 
 class ChunkInfo(FastMessage, frozen=True):
-    """A chunk as the store knows it. ``nodes`` are the ids of its holders; the rest is of the first that answered.
+    """The store's description of a chunk. ``nodes`` are the holders' ids; the rest is of the first that answered.
 
-    ``ttl_s`` is what is left of it, None without end. In a node's answer ``key`` and ``nodes`` are empty.
+    ``ttl_s`` is its remaining lifetime, None without end. In a node's answer ``key`` and ``nodes`` are empty.
     """
 
     key: str
@@ -252,7 +252,7 @@ class ChunkInfo(FastMessage, frozen=True):
 
 
 class StatReply(FastMessage, frozen=True):
-    """The chunk of each key, None where the node has none."""
+    """The chunk of each key, None if the node has none."""
 
     chunks: list[ChunkInfo | None]
 
@@ -261,26 +261,26 @@ class StatReply(FastMessage, frozen=True):
 
 
 class EvictionPolicy(FastMessage, frozen=True):
-    """The policy to switch to, "" to leave it; in the answer the one in force."""
+    """The policy to switch to, "" to keep it; in the answer the current one."""
 
     name: str
 
 
 class DrainRequest(FastMessage, frozen=True):
-    """Whether the node takes no new chunks from now on, or takes them again."""
+    """Have the node refuse new chunks from now on, or accept them again."""
 
     draining: bool
 
 
 class EvictRequest(FastMessage, frozen=True):
-    """Evict ``keys``, unless somebody reads them or they are pinned hard, and then ``num_bytes`` by the policy."""
+    """Evict ``keys``, unless being read or pinned hard, and then ``num_bytes`` by the policy."""
 
     keys: Sequence[str]
     num_bytes: U64
 
 
 class Evicted(FastMessage, frozen=True):
-    """What an eviction by hand let go."""
+    """Chunks and bytes evicted on request."""
 
     num_chunks: U64
     num_bytes: U64
@@ -299,7 +299,7 @@ class VerifyRequest(FastMessage, frozen=True):
 
 
 class Verified(FastMessage, frozen=True):
-    """One chunk of a node; ``corrupt``: its bytes are not what its checksums say."""
+    """One chunk of a node; ``corrupt``: its bytes do not match its checksums."""
 
     key: str
     version: U64
@@ -315,11 +315,11 @@ class VerifiedPage(FastMessage, frozen=True):
 
 
 class TenantsRequest(FastMessage, frozen=True):
-    """Ask a node for the figures of its tenants; a tenant gets its own alone."""
+    """Request a node's figures of its tenants; a tenant gets its own alone."""
 
 
 class TenantFigures(msgspec.Struct, array_like=True, gc=False):
-    """One tenant at one node; "" are chunks of no tenant. What follows ``num_chunks`` counts since the start.
+    """One tenant at one node; "" is for chunks without one. Fields behind ``num_chunks`` count since the start.
 
     ``quota_bytes`` here, ``cluster_quota_bytes`` on all nodes; 0: no bound.
     """
@@ -337,7 +337,7 @@ class TenantFigures(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to tell of it."""
+        """Whether there is nothing to report about it."""
         return not (self.num_chunks or self.hits or self.misses or self.evictions)
 
 
@@ -351,9 +351,9 @@ class TenantsReply(FastMessage, frozen=True):
 
 
 class LocateRequest(FastMessage, frozen=True):
-    """``count_only``: it only matters whether somebody holds the key.
+    """Request holders; ``count_only``: it only matters whether there are any.
 
-    ``removing``: the caller removes what it finds, so no node becomes a holder of the versions found any more.
+    ``removing``: the caller removes the chunks found, so no node becomes a holder of these versions any more.
     """
 
     keys: Sequence[str]
@@ -362,7 +362,7 @@ class LocateRequest(FastMessage, frozen=True):
 
 
 class Location(FastMessage, frozen=True):
-    """Who holds a key, the first ``num_warm`` of them in memory and the others on their SSD."""
+    """Holders of a key, the first ``num_warm`` of them in memory and the others on their SSD."""
 
     version: U64
     size_bytes: U64
@@ -371,9 +371,9 @@ class Location(FastMessage, frozen=True):
 
 
 class LocateReply(FastMessage, frozen=True):
-    """A location a key, None where nobody is known to hold it; or, with ``count_only``, a byte a key in ``found``.
+    """A location per key, None without a known holder; or, with ``count_only``, a byte a key in ``found``.
 
-    ``incomplete``: the master is rebuilding, and nobody known does not mean nobody. ``term``, ``term_of`` and
+    ``incomplete``: the master is rebuilding, and an unknown holder does not mean none. ``term``, ``term_of`` and
     ``renewals``, here and in the other replies of a master: see ``terms``.
     """
 
@@ -400,7 +400,7 @@ class CommitKeysRequest(FastMessage, frozen=True):
     said: _ClientCommits
 
     def validate(self) -> None:
-        """Refuse a proclamation that is none."""
+        """Refuse an invalid proclamation."""
         for each in self.said:
             each.validate()
 
@@ -424,13 +424,13 @@ class CommitKeysReply(FastMessage, frozen=True):
 
 
 class ProveRequest(FastMessage, frozen=True):
-    """Ask an elected master for a proof that it still leads: whoever has none, at first or after a silence."""
+    """Request an elected master's proof that it still leads, for callers without one, at first or after a silence."""
 
 
 class ProveReply(FastMessage, frozen=True):
-    """``renewals``, one of which was asked for after the request came; ``asked_before`` were asked for before it.
+    """``renewals``, one of which was requested after this call arrived; ``asked_before`` were requested before it.
 
-    ``ttl_ms`` is how long a renewal keeps the lease. All is 0 from a master that was not elected.
+    ``ttl_ms`` is the lifetime of the lease after a renewal. All is 0 from a master that was not elected.
     """
 
     term: U64 = 0
@@ -441,21 +441,21 @@ class ProveReply(FastMessage, frozen=True):
 
 
 class MastersRequest(FastMessage, frozen=True):
-    """Ask any master which master owns which range. What the caller knows: 0 stands for no map."""
+    """Request the owner of each range from any master. The caller's known map: 0 means none."""
 
     known_version: U64 = 0
     known_cluster: U64 = 0
 
 
-#: Stands in ``MastersReply.owners`` for a range that nobody owns now.
+#: Marks a range without an owner in ``MastersReply.owners``.
 VACANT = 255
 
 
 class MastersReply(FastMessage, frozen=True):
-    """The map. Of each range in order the number of its owner in ``addresses``, a byte in ``owners``, and its term.
+    """The map. For each range in order the number of its owner in ``addresses``, a byte in ``owners``, and its term.
 
-    ``owners`` is empty if the map that the caller has is not older than that which this master knows. ``key_scope`` is
-    what stands in front of the caller's keys, and belongs to what their ranges are counted by.
+    ``owners`` is empty if the caller's map is not older than this master's. ``key_scope`` is the prefix of the caller's
+    keys, and part of what their ranges are computed from.
     """
 
     version: U64
@@ -464,7 +464,7 @@ class MastersReply(FastMessage, frozen=True):
     owners: bytes = b""
     terms: Sequence[U64] = ()
     key_scope: str = ""
-    #: Nobody has to prove a map: who goes by an old one is told so by those whom it names.
+    #: A map needs no proof: users of an old one learn that from the masters that it names.
     term: ClassVar[int] = 0
     term_of: ClassVar[int] = 0
     renewals: ClassVar[int] = 0
@@ -481,7 +481,7 @@ class MastersReply(FastMessage, frozen=True):
 
     @classmethod
     def of(cls, known: RangeMap, request: MastersRequest) -> MastersReply:
-        """The answer of a master that knows the map ``known``."""
+        """Return the answer of a master that knows the map ``known``."""
         if known.version and request.known_version >= known.version and request.known_cluster == known.cluster:
             return cls(known.version, known.cluster)
         addresses = list(dict.fromkeys(each for each in known.owners if each is not None))
@@ -491,7 +491,7 @@ class MastersReply(FastMessage, frozen=True):
 
     @property
     def map(self) -> RangeMap | None:
-        """The map that was told; None: no later one is known. Raises InvalidRequest for what is no address."""
+        """The map in the reply; None: no later one is known. Raises InvalidRequest for an invalid address."""
         if not self.owners:
             return None
         addresses = list(map(Address.parse, self.addresses))

@@ -1,7 +1,7 @@
-"""The table of the store's fast-lane methods: number, name, messages, the right that it takes, where keys stand.
+"""The table of the store's fast-lane methods: number, name, messages, required right, position of the keys.
 
-A row registers the method's handler, calls it, names it in ``tanghulu_rpc_seconds``, and is its rule where a process
-has ``--tokens``. A new method is a new row; numbers are not used again.
+A row registers the method's handler, calls it, names it in ``tanghulu_rpc_seconds``, and is its access rule in a
+process with ``--tokens``. A new method is a new row; numbers are not reused.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""A node's chunks as clients of its host find them: an index in the node's shared memory, read without asking anybody.
+"""Shared index of a node's chunks for clients of its host: read from the node's shared memory without a call.
 
-A value of one key costs a process switch each way if the node is asked, many times what it costs to copy 64 KiB. So
-the node publishes where its chunks lie, in an area that clients of its host map beside the chunks, and a reader looks
+A read of one key through the node costs a process switch each way, many times the cost of copying 64 KiB. So the node
+publishes the locations of its chunks, in an area that clients of its host map beside the chunks, and a reader checks
 there first: the one-sided reads of Pilaf (Mitchell et al., USENIX ATC 2013) over mapped memory. The node alone can
-write to that area (see ``transfer_engine.core.segment``), so nobody can make readers believe in a chunk that is not
-there.
+write to that area (see ``transfer_engine.core.segment``), so nobody can make readers believe in a missing chunk.
 
-Nothing is locked. A reader takes an entry, copies the bytes it names, compares their checksum with the entry's and
-then looks whether the entry still stands: the node takes an entry away *before* it gives the range to somebody else,
-so bytes under an entry that stands are those of its chunk. A torn entry does not match its own check. Whatever is odd
-counts as not found, and the node is asked as before. The index is a cache: an entry may be pushed out by others of its
-bucket, and chunks with a time to live or several checksums are not in it.
+Nothing is locked. A reader takes an entry, copies the bytes it names, compares their checksum with the entry's and then
+checks that the entry is still there: the node removes an entry *before* it gives the range to another, so bytes under a
+current entry are those of its chunk. A torn entry does not match its own check. Any irregularity counts as not found,
+and the node is called as before. The index is a cache: an entry may be displaced by others of its bucket, and chunks
+with a time to live or several checksums are not in it.
 
     header, 64 bytes:  magic u64 | time of the owner's last sign of life, CLOCK_MONOTONIC, f64
                        | newest term of a master that the owner has reported to u64, of the etcd u64 (``terms``) | zeros
@@ -19,10 +18,10 @@ bucket, and chunks with a time to live or several checksums are not in it.
                        | xxh3_64 of the 48 bytes before u64 | zeros 8
 
 Example: a node of 1 GiB has 65,536 entries in 16,384 buckets, 4 MiB. A key whose hash begins with 0x2a41 (little-endian
-u64 modulo 16,384 = 0x2a41) lies in bucket 0x2a41, bytes [64 + 0x2a41 * 256, + 256) of the index.
+u64 modulo 16,384 = 0x2a41) is in bucket 0x2a41, bytes [64 + 0x2a41 * 256, + 256) of the index.
 
-A node that was killed leaves its pages readable to those who map them: readers believe an index only for
-``MAX_SILENCE_S`` after the owner's last sign of life, far less than the master waits before it gives a node up.
+A killed node leaves its pages readable to processes that map them: readers trust an index only for ``MAX_SILENCE_S``
+after the owner's last sign of life, far less than the master waits before it gives a node up.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ HEADER_BYTES = 64
 ENTRY_BYTES = 64
 ENTRIES_PER_BUCKET = 4
 BUCKET_BYTES = ENTRY_BYTES * ENTRIES_PER_BUCKET
-#: One entry for so many bytes of chunks: 0.4 % of the memory goes to the index.
+#: Bytes of chunks per entry: 0.4 % of the memory is used by the index.
 BYTES_PER_ENTRY = 16 << 10
 MIN_BUCKETS = 64
 MAX_BUCKETS = 1 << 20
@@ -53,7 +52,7 @@ MAX_BUCKETS = 1 << 20
 MAX_SILENCE_S = 0.25
 
 _HEADER = struct.Struct("<Qd")
-_BODY = struct.Struct("<16sQQQQ")  # what the entry's check covers
+_BODY = struct.Struct("<16sQQQQ")  # the bytes covered by the entry's check
 _ENTRY = struct.Struct("<16sQQQQQ8x")
 _FIELDS = struct.Struct("<QQQQQ")
 _WORD = struct.Struct("<Q")
@@ -66,7 +65,7 @@ _NO_ENTRY = bytes(ENTRY_BYTES)
 
 
 class IndexPlace(NamedTuple):
-    """Where the index lies in what the node publishes, and the seed of its hashes."""
+    """Position of the index in the node's published memory, and the seed of its hashes."""
 
     begin: U64
     num_buckets: U32
@@ -74,7 +73,7 @@ class IndexPlace(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Where a chunk lies. ``position`` and ``image`` are its place and its bytes in the index."""
+    """Location of a chunk. ``position`` and ``image`` are the entry's place and its bytes in the index."""
 
     version: int
     offset: int
@@ -85,13 +84,13 @@ class Entry(NamedTuple):
 
 
 def num_buckets_for(capacity_bytes: int) -> int:
-    """Buckets of the index of a node that holds ``capacity_bytes``; a power of two."""
+    """Return the number of buckets for a node of ``capacity_bytes``; a power of two."""
     wanted = capacity_bytes // BYTES_PER_ENTRY // ENTRIES_PER_BUCKET
     return min(max(1 << max(wanted - 1, 0).bit_length(), MIN_BUCKETS), MAX_BUCKETS)
 
 
 def index_bytes(num_buckets: int) -> int:
-    """The memory that an index takes."""
+    """Return the bytes taken by an index."""
     return HEADER_BYTES + num_buckets * BUCKET_BYTES
 
 
@@ -105,16 +104,16 @@ class IndexWriter:
         _HEADER.pack_into(view, 0, MAGIC, now_s)
 
     def beat(self, now_s: float) -> None:
-        """A sign of life."""
+        """Record a sign of life."""
         _TIME.pack_into(self._view, _TIME_OFFSET, now_s)
 
     def tell_term(self, term: Term) -> None:
-        """Readers learn the newest term that the node knows; they never see the number of one etcd as another's."""
+        """Publish the newest term known to the node; readers never see the number of one etcd as another's."""
         _TERM.pack_into(self._view, _TERM_OFFSET, 0, term.cluster)
         _TERM.pack_into(self._view, _TERM_OFFSET, *term)
 
     def publish(self, key: str, version: int, offset: int, size_bytes: int, checksum: int) -> None:
-        """Let readers find the chunk from now on; an older entry of the bucket may have to go."""
+        """Let readers find the chunk from now on; an older entry of the bucket may be displaced."""
         digest = _xxh3_128(key.encode(), self._seed)
         body = _BODY.pack(digest, version, offset, size_bytes, checksum)
         start = self._bucket(digest)
@@ -128,7 +127,7 @@ class IndexWriter:
         self._view[place : place + ENTRY_BYTES] = body + _WORD.pack(_xxh3_64(body)) + bytes(8)
 
     def withdraw(self, key: str) -> None:
-        """Let readers not find the chunk any more; its range may be used again."""
+        """Hide the chunk from readers; its range may be reused."""
         digest = _xxh3_128(key.encode(), self._seed)
         start = self._bucket(digest)
         place = _find(self._view[start : start + BUCKET_BYTES].tobytes(), digest)
@@ -136,11 +135,11 @@ class IndexWriter:
             self._view[start + place : start + place + ENTRY_BYTES] = _NO_ENTRY
 
     def close(self) -> None:
-        """Readers believe nothing any more."""
+        """Make readers ignore the whole index."""
         self.beat(float("-inf"))
 
     def entries(self) -> dict[bytes, Entry]:
-        """All entries by the hash of their key; for tests and ``check``."""
+        """Return all entries by the hash of their key; for tests and ``check``."""
         found: dict[bytes, Entry] = {}
         words = np.frombuffer(self._view[HEADER_BYTES:], np.uint64).reshape(-1, ENTRY_BYTES // _WORD.size)
         for number in np.flatnonzero(words.any(axis=1)):
@@ -151,7 +150,7 @@ class IndexWriter:
         return found
 
     def digest(self, key: str) -> bytes:
-        """The hash by which the index names ``key``."""
+        """Return the index's hash of ``key``."""
         return _xxh3_128(key.encode(), self._seed)
 
     def _bucket(self, digest: bytes) -> int:
@@ -163,9 +162,9 @@ class IndexWriter:
 
 
 class IndexReader:
-    """A client's side; ``memory`` is the segment, ``published`` what the node publishes. Safe from any thread.
+    """A client's side; ``memory`` is the segment, ``published`` the node's published memory. Safe from any thread.
 
-    ``key_scope`` stands in front of all its keys there: a tenant's.
+    ``key_scope`` is the prefix of all its keys there: a tenant's.
     """
 
     def __init__(self, memory: memoryview, published: memoryview, place: IndexPlace, key_scope: str = "") -> None:
@@ -190,7 +189,7 @@ class IndexReader:
         return bool(magic == MAGIC and now_s - beat_s <= MAX_SILENCE_S)
 
     def find(self, key: str, now_s: float) -> Entry | None:
-        """Where the node says that ``key`` lies; None says nothing. ``now_s`` is of CLOCK_MONOTONIC."""
+        """Return the node's entry for ``key``; None is inconclusive. ``now_s`` is of CLOCK_MONOTONIC."""
         published = self._published
         magic, beat_s = _HEADER.unpack_from(published, self._begin)
         if magic != MAGIC or now_s - beat_s > MAX_SILENCE_S:
@@ -207,13 +206,13 @@ class IndexReader:
         return Entry(version, offset, size, checksum, start + place, bucket[place : place + ENTRY_BYTES])
 
     def read(self, entry: Entry) -> bytes | None:
-        """A copy of the chunk's bytes; None if they are gone or do not match."""
+        """Return a copy of the chunk's bytes; None if they are gone or do not match."""
         offset = entry.offset
         value = self._memory[offset : offset + entry.size_bytes].tobytes()
         return value if self._holds(entry, value) else None
 
     def read_into(self, entry: Entry, target: memoryview) -> bool:
-        """Copy the chunk's bytes; False if they are gone or do not match (``target`` then holds anything)."""
+        """Copy the chunk's bytes; False if they are gone or do not match (``target`` is then undefined)."""
         offset = entry.offset
         target[:] = self._memory[offset : offset + entry.size_bytes]
         return self._holds(entry, target)
@@ -228,7 +227,7 @@ class IndexReader:
 
 
 def _find(bucket: bytes, digest: bytes) -> int:
-    """Where in ``bucket`` the entry of ``digest`` begins; -1 if there is none."""
+    """Return the start in ``bucket`` of the entry of ``digest``; -1 if there is none."""
     place = bucket.find(digest)
     while place >= 0 and place % ENTRY_BYTES:
         place = bucket.find(digest, place + 1)

@@ -1,4 +1,4 @@
-"""Terms of elected masters, which of them nodes and clients still obey, and the proof that one still leads. Pure."""
+"""Terms of elected masters, the fence against old ones, and the proof that a master still leads. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import NamedTuple
 
 
 class Term(NamedTuple):
-    """The ``number`` of an election, counted by the etcd with the id ``cluster``; 0: nobody was elected."""
+    """The ``number`` of an election, counted by the etcd with the id ``cluster``; 0 means no election."""
 
     number: int = 0
     cluster: int = 0
 
 
 NO_TERM = Term()
-#: How much sooner than etcd a master, and each of its callers, takes its lease for over: clocks drift, and an answer
-#: may be under way.
+#: Time by which a lease ends sooner for a master, and for each of its callers, than for etcd: clocks drift, and an
+#: answer may be in flight.
 MARGIN_S = 0.3
-#: Answers that are kept for a proof to come: of as many renewals some may be under way at one time.
+#: Answers kept for a proof to come: this many renewals may be in flight at one time.
 MAX_ANSWERS = 8
 
 
 class Renewals(NamedTuple):
-    """Of a master's lease: renewals that it has ``asked`` of etcd, and up to which one etcd has ``confirmed``.
+    """Renewals of a master's lease: the number ``asked`` of etcd, and the latest one ``confirmed`` by it.
 
-    They travel as one number; 0, of a master that was not elected, tells nothing.
+    They travel as one number; 0, of a master that was not elected, carries no information.
     """
 
     asked: int = 0
@@ -37,18 +37,18 @@ class Renewals(NamedTuple):
 
     @classmethod
     def of(cls, packed: int) -> Renewals:
-        """What ``packed`` says."""
+        """Return the renewals encoded in ``packed``."""
         return cls(packed >> 32, packed & 0xFFFF_FFFF)
 
 
 class TermFence:
-    """Which masters a process still obeys: none whose term is over.
+    """The masters that a process still obeys: none whose term has ended.
 
     Each election of a master has a term, a number that only grows (the revision at which etcd wrote the leader's key).
-    Who has heard of term 9 refuses what a master of term 7 says, be it ever so alive: it stood still while it was
-    deposed, its clock perhaps with it, and its successor has given its word on other things since. Terms are compared
-    within one etcd only, so that an etcd that is set up anew does not lose against the memory of its forerunner. A
-    master that was not elected says term 0 and is obeyed: there is only one. Safe to use from several threads.
+    A process that has seen term 9 rejects answers from a master of term 7, even if that master is still running: it was
+    stopped while it was deposed, its clock perhaps with it, and its successor has made other decisions since. Terms are
+    compared within one etcd only, so that a newly created etcd does not lose against the memory of its predecessor. A
+    master that was not elected sends term 0 and is obeyed: there is only one. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class TermFence:
             return True
 
     def is_over(self, number: int, cluster: int) -> bool:
-        """Whether a term later than ``number`` is known: what such a master accepts its successor need not know."""
+        """Return whether a term later than ``number`` is known, whose master may not know what this one accepts."""
         return cluster == self.newest.cluster and 0 < number < self.newest.number
 
     def __repr__(self) -> str:
@@ -74,14 +74,14 @@ class TermFence:
 
 
 class LeaseProofs:
-    """Until when a caller may believe that a master still leads, by the caller's own clock.
+    """The time until which a caller may assume that a master still leads, by the caller's own clock.
 
-    The clock of a virtual machine that was stopped stands still, and a leader in it believes its lease for as long as
-    that had to run, while another leads. So its own word is no proof. What is proof: the answer to a call that was
-    sent at T told of N renewals asked, and a later answer tells that renewal N + 1 or a later one is confirmed. That
-    one was asked after T, so at T etcd still had the lease, which runs ``ttl_s`` at least from then. Who leads a term
-    now has led it all the time, so an answer that came before its proof is proven by it. That some renewal is confirmed
-    is not enough: it may have been under way when the call was sent, in the socket of the machine that was stopped.
+    The clock of a stopped virtual machine stands still, and a leader in it considers its lease valid for the time it
+    had left, while another leads. So its own claim is no proof. Proof is this: the answer to a call sent at T reported
+    N requested renewals, and a later answer reports that renewal N + 1 or a later one is confirmed. That one was
+    requested after T, so at T etcd still had the lease, which lasts ``ttl_s`` at least from then. A master that leads a
+    term now has led it all the time, so an answer that came before its proof is proven by it. Confirmation of any
+    renewal is not enough: it may have been in flight when the call was sent, in the socket of the stopped machine.
 
     Example with ttl 3 s: a call of 10.0 s is answered "asked 41, confirmed 41", one of 10.6 s "asked 42, confirmed 42":
     answers are believed until 10.0 + 3 - 0.3 = 12.7 s. Safe to use from several threads.
@@ -90,14 +90,14 @@ class LeaseProofs:
     def __init__(self) -> None:
         self._term = NO_TERM
         self._ttl_s = 0.0
-        self._proven = NO_TERM, float("-inf")  # which, and until when; replaced in one step
-        self._answers: list[tuple[int, float]] = []  # (renewals asked, when the call was sent), both growing
+        self._proven = NO_TERM, float("-inf")  # term and end; replaced in one step
+        self._answers: list[tuple[int, float]] = []  # (renewals asked, time of the call), both growing
         self._last = Renewals()
         self._packed = 0  # the same, of a reply
         self._lock = threading.Lock()
 
     def record(self, term: Term, sent_s: float, renewals: Renewals, ttl_s: float = 0.0) -> None:
-        """An answer of a master of ``term`` to a call that was sent at ``sent_s``; ``ttl_s``: of its lease, if told."""
+        """Record an answer of a master of ``term`` to a call sent at ``sent_s``; ``ttl_s``: its lease, if reported."""
         with self._lock:
             if term != self._term:
                 if term.cluster == self._term.cluster and term.number < self._term.number:
@@ -105,12 +105,12 @@ class LeaseProofs:
                 self._term, self._ttl_s, self._last, self._answers = term, 0.0, Renewals(), []
                 self._proven = term, float("-inf")
             self._note(renewals.asked, sent_s)
-            if renewals != self._last or ttl_s:  # else nothing is new, as between two renewals
+            if renewals != self._last or ttl_s:  # otherwise nothing is new, as between two renewals
                 self._ttl_s, self._last = ttl_s or self._ttl_s, renewals
                 self._prove(sent_s, renewals)
 
     def answered(self, term: int, term_of: int, renewals: int, sent_s: float) -> None:
-        """``told`` by a reply's fields, with as little work as that takes between two renewals."""
+        """``record`` a reply's fields, with the minimal work that this takes between two renewals."""
         if not renewals:
             return
         with self._lock:
@@ -123,7 +123,7 @@ class LeaseProofs:
 
     def _prove(self, sent_s: float, renewals: Renewals) -> None:
         proven = [at_s for asked, at_s in self._answers if asked < renewals.confirmed]
-        if renewals.asked < renewals.confirmed:  # of an answer that was made behind a renewal of its own
+        if renewals.asked < renewals.confirmed:  # of an answer given after a renewal of its own
             proven.append(sent_s)
         if proven and self._ttl_s:
             self._proven = self._term, max(self._proven[1], max(proven) + self._ttl_s - MARGIN_S)
@@ -139,7 +139,7 @@ class LeaseProofs:
             del answers[:-MAX_ANSWERS]
 
     def is_proven(self, term: Term, now_s: float) -> bool:
-        """Return whether an answer of a master of ``term`` may be believed that came before ``now_s``."""
+        """Return whether to accept an answer of a master of ``term`` that arrived before ``now_s``."""
         proven, until_s = self._proven
         return now_s < until_s and term == proven
 

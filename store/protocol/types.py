@@ -1,4 +1,4 @@
-"""Types that the node, the master and the client share, parts of the fast lane's messages among them."""
+"""Types shared by the node, the master and the client, parts of the fast lane's messages among them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 #: Values up to this size travel inside requests and answers: one round trip instead of three.
 MAX_INLINE_BYTES = 64 << 10
-#: The same for answers of a node whose memory is not mapped: one stream then brings a value sooner than a pin, a
-#: transfer and an unpin do (measured at 1 MiB: 660 us instead of 1,030, a plain stream in the same run 500).
+#: The same for answers of a node whose memory is not mapped: one stream then delivers a value sooner than a pin, a
+#: transfer and an unpin (measured at 1 MiB: 660 us instead of 1,030, a plain stream in the same run 500).
 MAX_MESSAGE_BYTES = 1 << 20
 
 
-#: What the directory can keep of a size.
+#: The largest size that the directory can store.
 _MAX_COMMIT_BYTES = (1 << 44) - 1
 
 
 class Pin(Enum):
-    """How a chunk is protected from eviction; the value is the public name."""
+    """Protection of a chunk from eviction; the value is the public name."""
 
     NONE = "none"
     SOFT = "soft"  # evicted only when nothing unpinned is left
-    HARD = "hard"  # never evicted; a node bounds how much may be
+    HARD = "hard"  # never evicted; a node bounds their total size
 
     __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """The pin called ``text``; raises InvalidRequest that lists the known ones."""
+        """Return the pin called ``text``; raises InvalidRequest that lists the known ones."""
         try:
             return cls(text)
         except ValueError:
@@ -45,7 +45,7 @@ class Pin(Enum):
 
 
 class Tier(Enum):
-    """Where a node keeps a chunk; the value is the public name."""
+    """Location of a chunk within a node; the value is the public name."""
 
     MEMORY = "memory"
     SSD = "ssd"
@@ -53,16 +53,16 @@ class Tier(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
-#: A key as a message carries it. Its length in bytes is for ``validate_key``: here it is counted in characters.
+#: A key in a message. Its length in bytes is for ``validate_key``: here it is counted in characters.
 Key: TypeAlias = Annotated[ChunkKey, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
-#: What 32 bits of milliseconds hold.
+#: The limit of 32 bits of milliseconds.
 _TtlSeconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=((1 << 32) - 1) / 1000)]
 
 
 class NewChunk(FastMessage, frozen=True):
-    """What somebody wants to put. ``ttl_s`` None: no end; equal versions are replicas of one put.
+    """A chunk to put. ``ttl_s`` None: no end; equal versions are replicas of one put.
 
-    ``replicas`` nodes shall hold it; the one that is asked holds one of them.
+    ``replicas`` nodes should hold it; the called node holds one of them.
     """
 
     key: Key
@@ -74,19 +74,19 @@ class NewChunk(FastMessage, frozen=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=255)] = 1
 
     def with_checksums(self, checksums: Checksums) -> NewChunk:
-        """This chunk with other checksums."""
+        """Return this chunk with other checksums."""
         return msgspec.structs.replace(self, checksums=checksums)
 
     def validate(self) -> None:
-        """Refuse a key that is too long in bytes, and checksums that cannot be those of so many bytes."""
+        """Refuse a key with too many bytes, and checksums that do not fit the value's size."""
         validate_key(self.key)
         sums.validate(self.checksums, self.size_bytes)
 
 
 class ClientCommit(FastMessage, frozen=True):
-    """What a client commits: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``.
+    """A client's commit: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``.
 
-    ``term`` of ``term_of`` is the newest that the client knows; a master of an older one takes no commit.
+    ``term`` of ``term_of`` is the newest known to the client; a master of an older one accepts no commit.
     """
 
     node_id: str
@@ -98,7 +98,7 @@ class ClientCommit(FastMessage, frozen=True):
     term_of: U64 = 0
 
     def validate(self) -> None:
-        """Refuse a key that is too long in bytes."""
+        """Refuse a key with too many bytes."""
         validate_key(self.key)
 
 
@@ -112,17 +112,17 @@ class CommitResult(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
-#: Chunks that one announcement of a node adds at most: one with fewer names all that the node has to tell.
+#: Most chunks added by one announcement of a node: a smaller one names everything that the node has to report.
 MAX_ANNOUNCED = 4096
 
-#: What a client has committed counts as known to the master if its node has it so soon; the master takes it back
-#: later (see ``store.master.directory.pending_commits``). What took longer the node announces before anybody is told
-#: that it is there.
+#: A client's commit counts as known to the master if its node has it within this time; the master undoes it
+#: later (see ``store.master.directory.pending_commits``). After a longer time the node announces the chunk before
+#: it is reported to anybody.
 RELIED_S = 1.0
 
 
 def validate_key(key: str) -> ChunkKey:
-    """``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
+    """Return ``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
     if not (isinstance(key, str) and key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):
         _check_encoded(key)
     return ChunkKey(key)
@@ -130,7 +130,7 @@ def validate_key(key: str) -> ChunkKey:
 
 def validate_keys(keys: Sequence[str]) -> None:
     """``validate_key`` for many, at the speed of a few calls."""
-    with contextlib.suppress(TypeError):  # one of them is no str: below is said which
+    with contextlib.suppress(TypeError):  # one of them is not a str: the code below finds out which
         if not keys or ("".join(keys).isascii() and all(keys) and max(map(len, keys)) <= MAX_KEY_BYTES):
             return
     for key in keys:

@@ -1,13 +1,14 @@
-"""A write buffer: a range of a node's memory that one client fills with values and records, and that the node empties.
+"""A write buffer: a range of a node's memory that one client fills with values and records, and the node empties.
 
-A put that goes through the node costs a process switch each way. A client of the node's host that puts often gets a
-write buffer instead: it copies values into it, and for each value that the master has accepted it publishes a record:
-key, version, place, checksum. The node reads the records when it gets round to it, and before it answers anything that
-depends on what it holds; each value then becomes a chunk where it lies. Nobody is woken for it.
+A put through the node costs a process switch each way. A client of the node's host that puts often gets a write buffer
+instead: it copies values into it, and for each value accepted by the master it publishes a record: key, version, place,
+checksum. The node reads the records at its convenience, and before it answers anything that depends on its chunks; each
+value then becomes a chunk in place. No process is woken for it.
 
-Nothing is locked between the two processes; every word has one writer. A record is written whole before the number of
-written records moves (and carries a check over its bytes and its number, for processors that do not keep the order of
-stores). A *use* is what a client has begun and not ended: a value being written, or one whose record is still to come.
+Nothing is locked between the two processes; every word has one writer. A record is completely written before the number
+of written records moves (and carries a check over its bytes and its number, for processors that do not keep the order
+of stores). A *use* is a client's begun and unfinished work: a value being written, or one whose record is still to
+come.
 
     head, 128 bytes, for as long as the client may look at it:
         the client's words   begun u64 | ended u64 | written u64 | left u64 | zeros to 64
@@ -16,14 +17,14 @@ stores). A *use* is what a client has begun and not ended: a value being written
     record: check u64 | version u64 | place u64 | size u64 | xxh3_64 of the value u64 | ttl_ms u32 | pin u8, zero |
             bytes of the key u16 | key
 
-Closing: the node sets ``closed`` and, ``GRACE_S`` later, looks whether begun == ended. A client counts up ``begun``
-first and then looks at ``closed``; so one that has not seen the word in time has been seen itself. The head is touched
-by such a client even then, therefore heads lie outside of all ranges, and one is given to somebody else only after its
-client has set ``left`` (it will not look again) or its process has ended.
+Closing: the node sets ``closed`` and, ``GRACE_S`` later, checks whether begun == ended. A client increments ``begun``
+first and then checks ``closed``; so the node has seen a client that has not seen the word in time. Even then such a
+client touches the head, therefore heads are outside of all ranges, and one is reused only after its client has set
+``left`` (it will not read again) or its process has ended.
 
 On a processor that does not keep the order of stores the node may see ``ended`` before ``written``, and either before
-the record. So it believes an ``ended`` that it has seen for ``GRACE_S``; and ``left``, which waits for nothing, is one
-more than the number of the records that were written: the node goes by it at once when it has taken so many.
+the record. So it trusts an ``ended`` that it has seen for ``GRACE_S``; and ``left``, which waits for nothing, is one
+more than the number of written records: the node acts on it at once when it has taken that number.
 
 Example: a second value of 4,096 bytes, under "k": begun = 2; the value goes to place 4,096 of the range; the master
 accepts; record 1 is written, then written = 2, ended = 2. The node finds written != taken, makes a chunk at the range's
@@ -47,9 +48,9 @@ _xxh3_64: Callable[[bytes, int], int] = xxhash.xxh3_64_intdigest
 
 HEAD_BYTES = 128
 RECORD_BYTES = 256
-#: Values begin at multiples of it, as the node's allocator wants.
+#: Values begin at multiples of it, as required by the node's allocator.
 ALIGNMENT = 64
-#: Longer than a store takes to be seen by another processor, by far.
+#: Much longer than a store takes to become visible to another processor.
 GRACE_S = 0.002
 
 _BEGUN, _ENDED, _WRITTEN, _LEFT, _TAKEN, _CLOSED = 0, 1, 2, 3, 8, 9
@@ -60,7 +61,7 @@ _PINS = (Pin.NONE, Pin.SOFT)
 
 
 class BufferPlace(FastMessage, frozen=True):
-    """Where a write buffer lies in its segment: its head, its records, and the range for its values."""
+    """Location of a write buffer in its segment: its head, its records, and the range for its values."""
 
     head: U64
     records: U64
@@ -70,7 +71,7 @@ class BufferPlace(FastMessage, frozen=True):
 
     @property
     def end(self) -> int:
-        """Where the last of its parts ends."""
+        """End of the last of its parts."""
         records_end = self.records + self.num_records * RECORD_BYTES
         return max(self.head + HEAD_BYTES, records_end, self.offset + self.length)
 
@@ -88,7 +89,7 @@ class Record(NamedTuple):
 
 
 def pack_record(record: Record, number: int) -> bytes:
-    """``record`` as the ``number``-th of its write buffer; its key has at most MAX_KEY_BYTES."""
+    """Return ``record`` as the ``number``-th of its write buffer; its key has at most MAX_KEY_BYTES."""
     key, version, place, size_bytes, checksum, pin, ttl_ms = record
     name = key.encode()
     body = _BODY.pack(version, place, size_bytes, checksum, ttl_ms, pin is Pin.SOFT, len(name)) + name
@@ -109,7 +110,7 @@ def unpack_record(data: bytes, number: int) -> Record | None:
 
 
 def _words(memory: memoryview, head: int) -> memoryview:
-    """Aligned words: each is read and written by one instruction."""
+    """Return aligned words: each is read and written by one instruction."""
     return memory[head : head + HEAD_BYTES].cast("Q")
 
 
@@ -126,7 +127,7 @@ class BufferWriter:
         self._num_records = place.num_records
         self._next = 0
         self._begun = self._ended = self._written = 0
-        self._open: set[int] = set()  # places of values that are being written
+        self._open: set[int] = set()  # places of values being written
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._said_left = False
@@ -134,15 +135,15 @@ class BufferWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether no more uses begin."""
+        """Whether new uses are refused."""
         return self.left or bool(self._words[_CLOSED])
 
     def fits(self, size_bytes: int) -> bool:
-        """Return whether there is still room for a value of that size; not whether there is for its record."""
+        """Return whether there is still room for a value of that size, regardless of its record."""
         return self._next + size_bytes <= self._length
 
     def begin(self, size_bytes: int) -> int | None:
-        """Begin a use: the place for a value. None: closed, no room, or the node is behind with its records."""
+        """Begin a use: return the place for a value. None: closed, no room, or the node lags with its records."""
         with self._lock:
             if self.left:
                 return None
@@ -164,7 +165,7 @@ class BufferWriter:
         self._range[place : place + len(value)] = value
 
     def publish(self, record: Record) -> None:
-        """End a use: the node shall make a chunk of the value."""
+        """End a use: the node will make a chunk of the value."""
         with self._lock:
             number = self._written
             data = pack_record(record, number)
@@ -175,7 +176,7 @@ class BufferWriter:
             self._end()
 
     def abandon(self, place: int, size_bytes: int) -> None:
-        """End a use without a chunk, if it has not ended: who was interrupted need not know how far it came."""
+        """End a use without a chunk, if it has not ended: an interrupted caller need not know its progress."""
         with self._lock:
             if place not in self._open:
                 return
@@ -185,7 +186,7 @@ class BufferWriter:
             self._end()
 
     def leave(self) -> None:
-        """Begin no use any more, and do not look at the head after those that are begun have ended."""
+        """Begin no more uses, and do not read the head after the current ones have ended."""
         with self._lock:
             if not self.left:
                 self.left = True
@@ -193,7 +194,7 @@ class BufferWriter:
                     self._say_left()
 
     def __del__(self) -> None:
-        """Nobody refers to it, so nobody looks at the head again. A forked child has not the memory."""
+        """Leave with the last reference, as nobody reads the head again. A forked child does not have the memory."""
         if not self._said_left and os.getpid() == self._pid:
             self._say_left()
 
@@ -204,7 +205,7 @@ class BufferWriter:
             self._say_left()
 
     def _say_left(self) -> None:
-        """The last touch: from now on the head may be another write buffer's."""
+        """Set ``left`` as the last access: from now on the head may be another write buffer's."""
         self._said_left = True
         self._words[_LEFT] = self._written + 1
 
@@ -224,16 +225,16 @@ class BufferReader:
 
     @property
     def fresh(self) -> bool:
-        """Whether there are records that were not taken."""
+        """Whether there are records not yet taken."""
         return bool(self._words[_WRITTEN] != self.taken)
 
     @property
     def sound(self) -> bool:
-        """Whether the numbers are such as a client may write."""
+        """Whether a client could have written these numbers."""
         return bool(0 <= self._words[_WRITTEN] - self.taken <= self._num_records)
 
     def take(self) -> Iterator[Record | None]:
-        """The new records, each counted as taken; None, and no more, for one that is not whole."""
+        """Yield the new records, each counted as taken; None, and no more, for an incomplete one."""
         words = self._words
         written = words[_WRITTEN]
         while self.taken != written:
@@ -246,7 +247,7 @@ class BufferReader:
             words[_TAKEN] = self.taken
 
     def close(self) -> None:
-        """No use may begin from now on."""
+        """Refuse new uses from now on."""
         self._words[_CLOSED] = 1
 
     @property
@@ -262,13 +263,13 @@ class BufferReader:
 
     @property
     def complete(self) -> bool:
-        """Whether the client has left, and all that it published was taken."""
+        """Whether the client has left, and all its records were taken."""
         left = self._words[_LEFT]
         return bool(left and self.taken >= left - 1)
 
     @property
     def left(self) -> bool:
-        """Whether the client will not look at the head again."""
+        """Whether the client will not read the head again."""
         return bool(self._words[_LEFT])
 
     def __repr__(self) -> str:

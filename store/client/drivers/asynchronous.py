@@ -1,4 +1,4 @@
-"""The asyncio driver: runs the same logic with one multiplexed connection a peer. Belongs to one event loop."""
+"""The asyncio driver: runs the same logic with one multiplexed connection per peer. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Outcome = AnyReply | TanghuluError
 
 
 class AsyncioDriver:
-    """Performs effects on the loop that it was made on."""
+    """Performs effects on the loop it was created on."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -82,7 +82,7 @@ class AsyncioDriver:
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
-        self._num_notices = 0  # notices that have not been answered
+        self._num_notices = 0  # unanswered notices
         self._notices_answered = asyncio.Event()
         self._notices_answered.set()
         self._closed = False
@@ -101,7 +101,7 @@ class AsyncioDriver:
         return await self.run(operation(deadline, *args, **named), deadline)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
-        """Drive ``logic`` to its end; returns its result or raises its error."""
+        """Drive ``logic`` to its end; return its result or raise its error."""
         if self._closed:
             refuse_closed(self._pid, "tanghulu.aio.connect")
         self._require_loop()
@@ -115,7 +115,7 @@ class AsyncioDriver:
             result: T = end.value
             return result
         except BaseException:
-            logic.close()  # a cancelled call, too, has the logic give up what it has taken
+            logic.close()  # the logic releases what it has taken after a cancelled call, too
             raise
         finally:
             if self.context.leases.dropped:
@@ -124,7 +124,7 @@ class AsyncioDriver:
                 self._leave_departed()
 
     def _leave_departed(self) -> None:
-        """Close what is open to nodes that are gone."""
+        """Close connections and segments of departed nodes."""
         for peer in self._sessions.take_departed():
             connection = self._connections.pop(peer, None)
             if connection is not None:
@@ -134,11 +134,11 @@ class AsyncioDriver:
                 del self._opening[peer]
 
     def deadline(self, seconds: float | None) -> Deadline:
-        """The end of an operation that begins now."""
+        """Return the deadline of an operation that begins now."""
         return Deadline(self._loop.time() + self.settings.deadline_of(seconds), self._loop.time)
 
     def flush(self) -> None:
-        """Give back, soon, the leases that nobody needs any more."""
+        """Return unneeded leases soon."""
         if not self._closed and (self._flushing is None or self._flushing.done()):
             self._flushing = self._loop.create_task(self._give_back())
 
@@ -149,7 +149,7 @@ class AsyncioDriver:
         return self._engine.register(buffer)
 
     async def close(self) -> None:
-        """Give back all leases that are not needed, close all connections and segments; in a forked child nothing."""
+        """Return all unneeded leases, close all connections and segments; do nothing in a forked child."""
         if self._closed:
             return
         if self._loop.is_closed():
@@ -160,7 +160,7 @@ class AsyncioDriver:
         self._closed = True
         if self._flushing is not None:
             await self._flushing
-        with contextlib.suppress(TimeoutError):  # of what is closed before, a node may lose what it has not read yet
+        with contextlib.suppress(TimeoutError):  # a node may lose unread calls of connections closed earlier
             await asyncio.wait_for(self._notices_answered.wait(), self.settings.deadline_s)
         connections, self._connections = self._connections, {}
         for connection in connections.values():
@@ -171,14 +171,14 @@ class AsyncioDriver:
         await self._loop.run_in_executor(None, self._engine.close)
 
     def dropped(self, client: object) -> None:
-        """Nobody refers to ``client`` any more: warn if it was not closed, and hang up."""
+        """Handle the loss of the last reference to ``client``: warn if it was not closed, and disconnect."""
         if self._closed:
             return
         self._let_go()
         warn_unclosed(client)
 
     def _let_go(self) -> None:
-        """Hang up without a word."""
+        """Disconnect without notice."""
         self._closed = True
         if not self._loop.is_closed():
             for connection in self._connections.values():
@@ -216,7 +216,7 @@ class AsyncioDriver:
                 return await self._sleep(seconds)
 
     async def _drive(self, logic: Logic[T]) -> T:
-        """Run what only makes calls to masters, and pauses between them."""
+        """Run logic that only calls masters and pauses between calls."""
         try:
             effect = next(logic)
             while True:
@@ -232,18 +232,18 @@ class AsyncioDriver:
             return result
 
     async def _sleep(self, seconds: float) -> None:
-        if self._closed:  # by another task: what this call would try again fails for ever
+        if self._closed:  # by another task: retries of this call would fail for ever
             refuse_closed(self._pid, "tanghulu.aio.connect")
         await asyncio.sleep(seconds)
 
     async def _call(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
-        """The answer to each of ``calls``; a peer's error, and the failure of its connection, in its place."""
+        """Return the answer to each of ``calls``; a peer's error, or its connection's failure, takes its place."""
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
         tasks = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
         try:
             return await asyncio.gather(*tasks)
-        except BaseException:  # the task was cancelled; raised on
+        except BaseException:  # the task was cancelled; re-raised
             for (peer, _), task in zip(calls, tasks, strict=True):
                 self._abandon(peer, task)
             raise
@@ -253,15 +253,15 @@ class AsyncioDriver:
     ) -> Outcome:
         task = self._loop.create_task(self._exchange(node, call, deadline_s))
         try:
-            await asyncio.sleep(0)  # where there is a connection, the call has left then
+            await asyncio.sleep(0)  # if there is a connection, the call has left then
             meanwhile()
             return await task
-        except BaseException:  # the task was cancelled, say; all is raised on
+        except BaseException:  # the task was cancelled, for example; everything is re-raised
             self._abandon(node, task)
             raise
 
     def _abandon(self, peer: PeerId, task: asyncio.Task[Outcome]) -> None:
-        """Nobody waits for the answer of ``peer``; what it grants goes back."""
+        """Abandon the answer of ``peer``; leases it grants are returned."""
         task.cancel()
         task.add_done_callback(partial(self._abandoned, peer))
 
@@ -290,7 +290,7 @@ class AsyncioDriver:
         for position, (peer, call) in enumerate(calls):
             try:
                 connection = self._connections.get(peer)
-                if connection is None or connection.closed:  # a node that has lost the session hears what is held still
+                if connection is None or connection.closed:  # a node that lost the session receives the leases held
                     connection = await self._open(peer, deadline_s)
                 on_reply = partial(self._on_notice_reply, peer, call)
                 connection.send(call.method, call.request, call.reply_type, on_reply, call.attachment)
@@ -298,7 +298,7 @@ class AsyncioDriver:
                 self._notices_answered.clear()
             except TanghuluError:
                 continue
-            except BaseException:  # the task was cancelled: raised on
+            except BaseException:  # the task was cancelled: re-raised
                 self.context.requeue(calls[position:])
                 raise
 
@@ -332,7 +332,7 @@ class AsyncioDriver:
             raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
 
     async def _probe(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
-        """Ask a node that let a call's time pass for a sign of life; raises NodeUnavailable."""
+        """Check that a node is alive after a call timed out; raises NodeUnavailable."""
         if self.context.nodes.is_silent(peer, self.context.clock.now_s()):
             raise silent(peer)
         call, patience_s = methods.EXISTS.call(KeysRequest(())), self._sessions.patience_s(peer, deadline_s)
@@ -343,7 +343,7 @@ class AsyncioDriver:
         self.context.nodes.answered(peer)
 
     async def _open(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
-        """The peer's connection, opened by the first who needs it while the others wait."""
+        """Return the peer's connection, opened by its first user while the others wait."""
         async with self._opening.setdefault(peer, asyncio.Lock()):
             connection = self._connections.get(peer)
             if connection is not None and not connection.closed:
@@ -406,7 +406,7 @@ class AsyncioDriver:
         return self._sessions.opened(known, copies, remote)
 
     def _on_notice_reply(self, peer: PeerId, call: AnyCall, outcome: Outcome) -> None:
-        """``peer`` has answered a notice; or the connection is lost, and it is sent again, on another one."""
+        """Handle the reply of ``peer`` to a notice; after a lost connection the notice is sent again on another one."""
         self._num_notices -= 1
         if not self._num_notices:
             self._notices_answered.set()
@@ -415,7 +415,7 @@ class AsyncioDriver:
             self.flush()
 
     async def _give_back(self) -> None:
-        """Return what is not needed, and what is dropped meanwhile: nobody might call any more."""
+        """Return unneeded leases, and those dropped meanwhile: no later call might do so."""
         while calls := self.context.take_notices():
             await self._notify(calls, self.settings.deadline_s)
 

@@ -1,7 +1,7 @@
 """The blocking driver: runs the client's logic with blocking sockets, in the caller's own thread.
 
-Every thread that calls takes a connection of its own from the pool of its peer and puts it back, so threads do not
-wait for each other. Calls to one peer are pipelined; several peers are asked side by side, each by a thread.
+Every calling thread takes a connection of its own from the pool of its peer and puts it back, so threads do not wait
+for each other. Calls to one peer are pipelined; several peers are called in parallel, each by a thread.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
-#: Connections that are kept open to one peer; more threads than that open and close their own.
+#: Connections kept open to one peer; further threads open and close their own.
 MAX_IDLE = 16
 _MAX_THREADS = 16
-#: Broken connections that are kept for their late replies; beyond it the oldest is closed, and what it was granted
-#: stays so until this client's session ends.
+#: Broken connections kept for their late replies; beyond it the oldest is closed, and leases granted by it
+#: last until this client's session ends.
 MAX_LATE_CONNECTIONS = 256
-#: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
+#: Time for a connection even after the deadline; 0 would mean that it must not wait at all.
 MIN_CONNECT_S = 0.001
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A call that was sent, or why it was not."""
+    """A call that was sent, or the reason why it was not."""
 
     peer: PeerId
     pending: SentCall[Any] | TanghuluError
@@ -98,7 +98,7 @@ class BlockingDriver:
         finder = MasterFinder(settings.master)
         self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
-        self._late: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
+        self._late: deque[tuple[PeerId, FastConnection]] = deque()  # from which late replies are expected
         self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -118,7 +118,7 @@ class BlockingDriver:
         return self.run(operation(deadline, *args, **named), deadline)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
-        """Drive ``logic`` to its end; returns its result or raises its error."""
+        """Drive ``logic`` to its end; return its result or raise its error."""
         if self._closed:
             refuse_closed(self._pid, "tanghulu.connect")
         if self._late:
@@ -133,7 +133,7 @@ class BlockingDriver:
             result: T = end.value
             return result
         except BaseException:
-            logic.close()  # an interrupt, too, has the logic give up what it has taken
+            logic.close()  # the logic releases what it has taken after an interrupt, too
             raise
         finally:
             if self.context.leases.dropped:
@@ -142,23 +142,23 @@ class BlockingDriver:
                 self._leave_departed()
 
     def _leave_departed(self) -> None:
-        """Close what is open to nodes that are gone."""
+        """Close connections and segments of departed nodes."""
         for peer in self._sessions.take_departed():
             for connection in self._idle.pop(peer, ()):
                 self._hang_up(peer, connection)
 
     def deadline(self, seconds: float | None) -> Deadline:
-        """The end of an operation that begins now."""
+        """Return the deadline of an operation that begins now."""
         return Deadline(time.monotonic() + self.settings.deadline_of(seconds), time.monotonic)
 
     def flush(self, deadline_s: float | None = None) -> None:
-        """Return leases that nobody needs any more; nodes that cannot be reached find out by themselves."""
+        """Return unneeded leases; unreachable nodes find out by themselves."""
         deadline_s = self.settings.deadline_s if deadline_s is None else deadline_s
         while calls := self._due_notices():
             self._notify(calls, deadline_s)
 
     def _due_notices(self) -> Sequence[tuple[PeerId, AnyCall]]:
-        """What is to be given back now; a node that did not answer, and would have to be greeted, can wait for it."""
+        """Return the notices due now; a node that did not answer, and would need a greeting, can wait for its own."""
         if self._closed:
             return ()
         nodes, now_s = self.context.nodes, self.context.clock.now_s()
@@ -202,7 +202,7 @@ class BlockingDriver:
         self._engine.close()
 
     def dropped(self, client: object) -> None:
-        """Nobody refers to ``client`` any more: warn if it was not closed, and close what is open without a word."""
+        """Handle the loss of the last reference to ``client``: warn if it was not closed, and disconnect silently."""
         if self._closed:
             return
         self._closed = True
@@ -221,7 +221,7 @@ class BlockingDriver:
 
     def _perform(self, effect: Effect, deadline: Deadline) -> Any:
         left_s = deadline.remaining_s()
-        if type(effect) is CallPeers:  # by far the commonest
+        if type(effect) is CallPeers:  # by far the most frequent
             calls = effect.calls
             if effect.meanwhile is not None:
                 return [self._call_meanwhile(*calls[0], left_s, effect.meanwhile)]
@@ -241,7 +241,7 @@ class BlockingDriver:
                 return time.sleep(seconds)
 
     def _drive(self, logic: Logic[T]) -> T:
-        """Run what only makes calls to masters, and pauses between them."""
+        """Run logic that only calls masters and pauses between calls."""
         try:
             effect = next(logic)
             while True:
@@ -257,7 +257,7 @@ class BlockingDriver:
             return result
 
     def _call(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
-        """The answer to each of ``calls``; a peer's error, and the failure of its connection, in its place."""
+        """Return the answer to each of ``calls``; a peer's error, or its connection's failure, takes its place."""
         if len(calls) == 1:
             return self._exchange(calls[0][0], [calls[0][1]], deadline_s)
         if not calls:
@@ -273,7 +273,7 @@ class BlockingDriver:
         futures = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
         try:
             outcomes = {peer: iter(future.result()) for peer, future in futures.items()}
-        except BaseException:  # an interrupt: what these peers granted, or will grant, goes back; it is raised on
+        except BaseException:  # an interrupt: leases that these peers grant, now or later, are returned; re-raised
             for peer, future in futures.items():
                 future.add_done_callback(partial(self._abandoned, peer))
             raise
@@ -285,7 +285,7 @@ class BlockingDriver:
                 self.context.return_granted(peer, outcome.message)
 
     def _take_late(self) -> None:
-        """Look whether late replies have come: their leases are given back with the next notice."""
+        """Collect late replies, if any: their leases are returned with the next notice."""
         for _ in range(len(self._late)):
             try:
                 peer, connection = self._late.popleft()
@@ -304,7 +304,7 @@ class BlockingDriver:
             self._end(begun)
 
     def _call_side_by_side(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
-        """Send every call before the first answer is waited for."""
+        """Send every call before waiting for the first answer."""
         begun: list[_Begun] = []
         try:
             for peer, call in calls:
@@ -339,7 +339,7 @@ class BlockingDriver:
         except TanghuluError as error:
             self._put_back(peer, connection)
             return _Begun(peer, error)
-        except BaseException:  # an interrupt: raised on
+        except BaseException:  # an interrupt: re-raised
             self._put_back(peer, connection)
             raise
 
@@ -350,7 +350,7 @@ class BlockingDriver:
         return outcome
 
     def _end(self, begun: _Begun) -> None:
-        """What was begun is over."""
+        """Finish a call started by ``_begin``."""
         if isinstance(begun.pending, SentCall):
             begun.pending.close()
             self._put_back(begun.peer, begun.pending.connection)
@@ -368,12 +368,12 @@ class BlockingDriver:
                 if self.context.nodes.is_suspect(peer):
                     self.context.requeue([(peer, call)])
                 continue
-            except BaseException:  # an interrupt: raised on
+            except BaseException:  # an interrupt: re-raised
                 self.context.requeue(calls[position:])
                 raise
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
-        """Send all of ``calls`` on one connection, then take their answers."""
+        """Send all of ``calls`` on one connection, then receive their answers."""
         until_s = time.monotonic() + deadline_s
         try:
             connection = self._take(peer, until_s)
@@ -403,9 +403,9 @@ class BlockingDriver:
     # --- connections
 
     def _take(self, peer: PeerId, until_s: float, *, probes: bool = True) -> FastConnection:
-        """A connection for this thread alone; raises typed errors.
+        """Return a connection for the exclusive use of this thread; raises typed errors.
 
-        ``probes``: that of a suspect node is a new one, which the node has to greet before anything waits for it.
+        ``probes``: a suspect node gets a new connection, which it has to greet before anything waits for it.
         """
         pool = None if probes and self.context.nodes.is_suspect(peer) else self._idle.get(peer)
         while pool:
@@ -426,7 +426,7 @@ class BlockingDriver:
             return self._connect(peer, self._sessions.target(peer), until_s)
 
     def _forget_idle(self, peer: PeerId) -> None:
-        """Close the other connections to a master that is gone, or was restarted: they are dead, too."""
+        """Close the idle connections to a master that is gone or was restarted: they are dead, too."""
         if is_master(peer):
             for connection in self._idle.pop(peer, ()):
                 connection.close()

@@ -1,4 +1,4 @@
-"""How a peer is reached and greeted, and what is known of nodes that were: what both drivers share, without I/O."""
+"""Addresses and greetings of peers, and the state of greeted nodes: the part shared by both drivers, without I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tanghulu.types import Address
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Addresses of a peer; ``unix_path`` is preferred where there is one. ``shortcut``: see ``FastConnection``."""
+    """Addresses of a peer; ``unix_path`` is preferred if present. ``shortcut``: see ``FastConnection``."""
 
     address: Address
     unix_path: str | None
@@ -40,35 +40,36 @@ class Target:
 
 
 class OtherNode(NodeUnavailable):
-    """Another node listens at a node's Unix path, as in a container with a run directory of its own: use TCP."""
+    """Another node listens at a node's Unix path, as in a container with its own run directory: use TCP."""
 
 
 class NodeSessions:
-    """The nodes that one client has greeted: how each answered, and their open segments."""
+    """The nodes greeted by one client: their answers, and their open segments."""
 
     def __init__(self, settings: Settings, context: Context) -> None:
         self._settings, self._context = settings, context
         self._welcomes: dict[PeerId, Welcome] = {}
         self._links: dict[tuple[SessionKey, bool], NodeLink] = {}  # by session, and whether it copies
-        self._of_others: dict[PeerId, str] = {}  # Unix paths of nodes at which, in this mount namespace, others listen
+        self._of_others: dict[PeerId, str] = {}  # Unix paths of nodes that belong to others in this mount namespace
 
     def target(self, peer: PeerId) -> Target:
-        """As ``target_of``, by TCP alone if the node's Unix path has turned out to be another's here."""
+        """Return the target as ``target_of`` does, but by TCP only if the Unix path here belongs to another node."""
         target = target_of(peer, self._settings, self._context.nodes, self._context.clock.now_s())
         if target.unix_path is not None and self._of_others.get(peer) == target.unix_path:
             return replace(target, unix_path=None)
         return target
 
     def hello(self, peer: PeerId, target: Target) -> messages.AnyCall:
-        """The first call on a connection to the node ``peer``."""
+        """Return the first call on a connection to the node ``peer``."""
         settings, held = self._settings, self._context.leases.held(peer)
         shown = settings.master.credentials.to(target.address, target.unix_path)
         return messages.hello(settings.client_id, shown, settings.host_id, target.unix_path is not None, held)
 
     def greeted(self, peer: PeerId, target: Target, reply: messages.AnyReply) -> Welcome:
-        """The answer to ``hello``; a new session ends the old one.
+        """Take the answer to ``hello``; a new session ends the old one.
 
-        Raises OtherNode if another node listens at the Unix path, and NodeUnavailable if one does at the address.
+        Raises OtherNode if another node listens at the Unix path, and NodeUnavailable if another listens at the
+        address.
         """
         welcome = messages.welcome(reply)
         if welcome.instance_id != peer and target.unix_path is not None:
@@ -86,22 +87,22 @@ class NodeSessions:
         return welcome
 
     def patience_s(self, peer: PeerId, left_s: float) -> float:
-        """How long to wait for the answer of the node ``peer`` to its greeting, or to a probe."""
+        """Return the seconds to wait for the answer of the node ``peer`` to its greeting, or to a probe."""
         return min(left_s, PROBE_S) if self._context.nodes.is_suspect(peer) else left_s
 
     def unanswered(self, peer: PeerId, error: TanghuluError) -> TanghuluError:
-        """Note that the node ``peer`` did not answer in time; return the error for the caller."""
+        """Record that the node ``peer`` did not answer in time; return the error for the caller."""
         nodes = self._context.nodes
         failure = silent(peer) if nodes.is_suspect(peer) else error
         nodes.suspect(peer, self._context.clock.now_s())
         return failure
 
     def tls(self, peer: PeerId) -> TlsFiles:
-        """What to connect to ``peer`` with."""
+        """Return the TLS files for connections to ``peer``."""
         return self._settings.master.credentials.tls.to(certificate_roles.MASTER if is_master(peer) else NODE)
 
     def unreachable(self, peer: PeerId, error: TanghuluError) -> None:
-        """Note that no connection to ``peer`` came about."""
+        """Record that connecting to ``peer`` failed."""
         if is_owner(peer):
             return
         self._context.nodes.expire()
@@ -109,12 +110,12 @@ class NodeSessions:
             self._context.nodes.note_silent(peer, self._context.clock.now_s())
 
     def ungreeted(self, peer: PeerId, error: TanghuluError) -> TanghuluError:
-        """The error for the caller of ``peer``, whose greeting failed."""
+        """Return the error for the caller of ``peer``, whose greeting failed."""
         is_silence = isinstance(error, DeadlineExceeded) and not is_master(peer)
         return self.unanswered(peer, error) if is_silence else error
 
     def take_departed(self) -> list[PeerId]:
-        """Close the segments of nodes that are gone, and forget them; which these are."""
+        """Close and forget the segments of departed nodes; return the ids of these nodes."""
         context, gone = self._context, list(self._context.departed)
         for peer in gone:
             context.departed.discard(peer)
@@ -133,7 +134,7 @@ class NodeSessions:
                 link.remote.close()
 
     def link(self, node: PeerId, copies: bool) -> NodeLink | NodeUnavailable | Welcome:
-        """The open segment of ``node``, or what says where to open it."""
+        """Return the open segment of ``node``, or the description of one to open."""
         welcome = self._welcomes.get(node)
         if welcome is None:
             return NodeUnavailable(f"the connection to {node} was lost")
@@ -141,22 +142,22 @@ class NodeSessions:
         return link if link is not None and link.remote.alive else welcome
 
     def opened(self, welcome: Welcome, copies: bool, remote: RemoteSegment) -> NodeLink:
-        """The segment that ``welcome`` names is open."""
+        """Record that the segment named by ``welcome`` is open."""
         link = self._links[welcome.session, copies] = NodeLink(remote)
         return link
 
     def close(self) -> None:
-        """The client is closed: forget all segments."""
+        """Forget all segments, as the client is closed."""
         self._links.clear()
 
 
 def warn_unclosed(client: object) -> None:
-    """Say which client was left open."""
+    """Warn which client was left open."""
     warnings.warn(f"unclosed {client!r}; call close(), or use it in a with", ResourceWarning, stacklevel=3)
 
 
 def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> LateReplies:
-    """Of ``peer``: what is granted to somebody who does not wait any more is given back; ``then`` is called behind."""
+    """Return the handler of replies of ``peer`` that nobody waits for: it returns their leases, then calls ``then``."""
 
     def give_back(reply: messages.GrantingReply) -> None:
         context.return_granted(peer, reply)
@@ -166,9 +167,9 @@ def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> La
 
 
 def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) -> Target:
-    """Where the node or owner ``peer`` listens.
+    """Return the addresses of the node or owner ``peer``.
 
-    Raises NodeUnavailable for a node that the master does not list, or whose host did not answer a moment ago.
+    Raises NodeUnavailable for a node that the master does not list, or whose host failed to answer a moment ago.
     """
     if is_owner(peer):
         return Target(owner_address(peer), None, settings.uses_unix)
@@ -182,18 +183,18 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) 
 
 
 def silent(peer: PeerId) -> NodeUnavailable:
-    """The error of a node that is not called for a while."""
+    """Return the error for a node that is not called for a while."""
     return NodeUnavailable(f"node {peer} did not answer a moment ago")
 
 
 def refuse_closed(opened_by: int, connect: str) -> None:
-    """Raise what a client says that cannot be used: it was closed, or another process, ``opened_by``, opened it."""
+    """Raise the error of an unusable client: closed, or opened by another process, ``opened_by``."""
     refuse_inherited("this client", opened_by, f"call {connect}() in the child")
     raise InvalidRequest("the client is closed")
 
 
 def make_context(settings: Settings, clock: Clock) -> Context:
-    """The memory of a client with these settings."""
+    """Return the shared state of a client with these settings."""
     nodes = NodeTable(settings.host_id)
     return Context(
         settings.host_id,

@@ -1,12 +1,12 @@
-"""Leases that outlive their client: a view of a closed client's chunk keeps its lease until the view has gone, too.
+"""Leases that outlive their client: a view of a closed client's chunk keeps its lease until the view is dropped.
 
-A closed client has no connections. For each node on whose leases something still stands, one of them is opened for a
-moment when a view goes: the node recognizes the client by its id, and ends the leases that it names. One thread of the
-process does that for all closed clients, because nothing may be sent from inside a garbage collection. It starts when
-the first client is closed before its views.
+A closed client has no connections. When a view is dropped, a connection to its node is opened for a moment: the node
+recognizes the client by its id, and ends the leases that it names. One thread of the process does that for all closed
+clients, because nothing may be sent from inside a garbage collection. It starts when the first client is closed before
+its views.
 
-Example: a client reads k and m without a copy and is closed; the array over k goes. HELLO says that m is held, UNPIN
-ends the lease of k, and k's range can be used again.
+Example: a client reads k and m without a copy and is closed; the array over k is dropped. HELLO states that m is held,
+UNPIN ends the lease of k, and k's range can be used again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.settings import Settings
 
-#: What goes within this time is given back together.
+#: Leases dropped within this time are returned together.
 _GATHER_S = 0.02
-#: One attempt at a node, and the pause before the next: one that stands still may go on.
+#: Time of one attempt at a node, and the pause before the next: a stalled one may recover.
 _ATTEMPT_S, _PAUSE_S = 5.0, 1.0
 
 
 class LateLeases:
-    """The leases that a closed client has on nodes whose memory it maps."""
+    """The leases of a closed client on nodes whose memory it maps."""
 
     def __init__(self, settings: Settings, context: Context, sessions: NodeSessions) -> None:
         self._tls, self._leases, self._sessions = settings.master.credentials.tls.to(NODE), context.leases, sessions
@@ -46,16 +46,16 @@ class LateLeases:
                     self._targets[node] = target
 
     def watch(self) -> None:
-        """Give leases back as their views go, from now on."""
+        """Return leases from now on as their views are dropped."""
         if self._targets:
             _worker().take(self)
 
     def on_drop(self, queue: SimpleQueue[LateLeases]) -> None:
-        """Have the worker of ``queue`` look here whenever a lease is dropped."""
+        """Have the worker of ``queue`` check these leases whenever one is dropped."""
         self._leases.on_drop = lambda: queue.put(self)
 
     def give_back(self) -> bool:
-        """Give back what has been dropped; False if it has to be tried again."""
+        """Return the dropped leases; False means to try again."""
         is_done = True
         for node, lease_ids in self._leases.take_dropped().items():
             target = self._targets.get(node)
@@ -72,7 +72,7 @@ class LateLeases:
         except PeerSilent:
             return False
         except TanghuluError:
-            return True  # its process has ended, and all leases with it
+            return True  # its process has ended, and with it all leases
         try:
             for call in (self._sessions.hello(node, target), messages.unpin(lease_ids, 0, ())):
                 connection.call(call.method, call.request, call.reply_type, deadline_s=_ATTEMPT_S)
@@ -86,16 +86,16 @@ class LateLeases:
 
 
 class _Worker:
-    """The thread that gives leases back for all closed clients of this process."""
+    """The thread that returns leases for all closed clients of this process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._queue: SimpleQueue[LateLeases] = SimpleQueue()  # whose put() may interrupt itself, in a collection
-        _thread.start_new_thread(self._run, ())  # a client may be dropped in a collection, which Thread does not stand
+        _thread.start_new_thread(self._run, ())  # a client may be dropped in a collection, where Thread fails
 
     def take(self, late: LateLeases) -> None:
         late.on_drop(self._queue)
-        self._queue.put(late)  # what was dropped before that
+        self._queue.put(late)  # leases dropped before that
 
     def _run(self) -> None:
         while True:
@@ -110,7 +110,7 @@ _the_worker: list[_Worker] = []
 
 
 def _worker() -> _Worker:
-    """The worker of this process; a forked child has none of its parent's threads."""
+    """Return the worker of this process; a forked child has none of its parent's threads."""
     if not _the_worker or _the_worker[0].pid != os.getpid():
         _the_worker[:] = [_Worker()]
     return _the_worker[0]

@@ -1,4 +1,4 @@
-"""Transfers of one instruction, by either driver: all at once, and where that fails what became of each request."""
+"""Transfers of one instruction, by either driver: all at once, with an outcome per request if that fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tanghulu.transfer_engine.engine import TransferBatch, TransferEngine, Trans
 
 
 def move(engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
-    """One outcome a request; each moves at most twice."""
+    """Move the requests and return one outcome each; each moves at most twice."""
     until_s = time.monotonic() + deadline_s
     try:
         engine.transfer(requests, deadline_s)
@@ -19,7 +19,7 @@ def move(engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s
     except TanghuluError as error:
         if len(requests) == 1:
             return [error]
-    try:  # again, to learn which of them fail: the same bytes to the same places
+    try:  # again, to find the failing ones: the same bytes to the same places
         left_s = max(until_s - time.monotonic(), 0.0)
         return list(engine.submit(TransferBatch(requests)).wait(left_s).errors)
     except TanghuluError as error:
@@ -29,7 +29,7 @@ def move(engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s
 async def move_async(
     engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s: float
 ) -> list[TanghuluError | None]:
-    """The same for asyncio."""
+    """Do the same for asyncio."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + deadline_s
     try:

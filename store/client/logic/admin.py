@@ -1,4 +1,4 @@
-"""What operators do to single nodes: drain, evict, verify. Pure logic for the drivers, with its part of the wire."""
+"""Operators' actions on single nodes: drain, evict, verify. Pure logic for the drivers, with its part of the wire."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tanghulu.store.protocol.directory_messages import NodesRequest, ReplicateRe
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
 from tanghulu.store.protocol.types import validate_keys
 
-#: A master that stands still is not waited for any longer; the others have answered.
+#: Longest wait for a stalled master; the others have answered.
 _MASTER_S = 2.0
-#: What fits into a message; the master and the nodes have bounds of their own.
+#: Limit of a message; the master and the nodes have bounds of their own.
 MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
 
 
 def drain(context: Context, node: str, draining: bool) -> Logic[None]:
-    """Tell the node to take no new chunks (the master then has its chunks copied away), or to take them again."""
+    """Have the node refuse new chunks (the master then has its chunks copied away), or accept them again."""
     yield from call_node(context, node, methods.DRAIN.call(m.DrainRequest(draining)))
     context.nodes.expire()
 
 
 def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> Logic[m.Evicted]:
-    """Evict ``keys`` as far as they are there and neither read nor pinned hard, then ``num_bytes`` by the policy."""
+    """Evict those of ``keys`` that are present, unread and not pinned hard, then ``num_bytes`` by the policy."""
     validate_keys(keys)
     num_bytes = whole("num_bytes", num_bytes, 0, MAX_BYTES)
     reply = yield from call_node(context, node, methods.EVICT.call(m.EvictRequest(keys, num_bytes)))
@@ -43,7 +43,7 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
 
 
 def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
-    """Ask the master to have each of ``keys`` held by so many nodes for a while; how many of them it took."""
+    """Ask the master to keep copies of each of ``keys`` on several nodes for a while; return how many it accepted."""
     validate_keys(keys)
     holders, for_s = whole("holders", holders, 0, MAX_HOLDERS), above_zero("for_s", for_s)
     num_taken = 0
@@ -56,7 +56,7 @@ def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders
 
 
 def masters(context: Context) -> Logic[list[MasterView]]:
-    """The masters that own ranges of keys, by their first range, and how much each knows."""
+    """Return the masters that own ranges of keys, by their first range, with the keys known to each."""
     yield from refresh_owners(context, MASTER)
     owners = context.masters.owners
     if owners is None:
@@ -85,7 +85,7 @@ def _master_view(
 
 
 def tenants(context: Context) -> Logic[list[TenantView]]:
-    """All tenants by name, summed over the nodes; a tenant hears of itself only. Raises what any node answered."""
+    """Return all tenants by name, summed over the nodes; a tenant sees only itself. Raises any node's error."""
     views = yield from directory.leaders_nodes(context)
     call = methods.TENANTS.call(m.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
@@ -117,9 +117,9 @@ def _sum_up(tenant: str, usages: Sequence[m.TenantFigures], capacity_bytes: int)
 
 
 def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[m.VerifiedPage]:
-    """The node's chunks behind the key ``after``, each compared with its checksums; corrupt ones may be dropped.
+    """Return the node's chunks behind the key ``after``, compared with their checksums; optionally drop corrupt ones.
 
-    ``report`` has the node tell the master again everything that it holds.
+    ``report`` has the node report all its chunks to the master again.
     """
     after = text("after", after)
     request = m.VerifyRequest(after, drop_corrupt=drop_corrupt, report=report)

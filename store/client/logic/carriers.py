@@ -1,7 +1,7 @@
 """The carriers of a put: write buffer and transfer, each reserve, fill and commit. Pure logic for the drivers.
 
-Which of them a put takes, ``store.client.logic.plan`` says. In none of them a chunk is committed by the client that the
-master did not accept: the node is told, or finds the record, only afterwards.
+``store.client.logic.plan`` chooses between them. In none of them does the client commit a chunk that the master did not
+accept: the node receives the notice, or finds the record, only afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
-#: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
+#: Part of a value checksummed before the node has made room: as much as fits into that time.
 AHEAD_BYTES = 4 << 20
 
 
@@ -44,9 +44,9 @@ AHEAD_BYTES = 4 << 20
 #
 #     value and checksum into the write buffer -> commit at the master -> accepted: publish the record -> done
 #
-# In this order a record is never published that the master did not accept, so the node may make a chunk of it whenever
-# it comes by. Whatever is not as usual goes another way: the master does not lead, or is rebuilding, or knows the key
-# as the node's own; there is no write buffer, or no room in it.
+# In this order a record is never published that the master did not accept, so the node may make a chunk of it at any
+# time. Every exception goes another way: the master does not lead, or is rebuilding, or knows the key as the node's
+# own; there is no write buffer, or no room in it.
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Use:
 
 
 def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Sequence[PutOp]) -> Logic[None]:
-    """Put ``ops`` by a write buffer at ``node``, as many of the first as there is room for; the others stay open."""
+    """Put ``ops`` by a write buffer at ``node``: the first ones that fit; the others stay open."""
     mapped = context.mapped.get(node)
     if mapped is None:
         return
@@ -93,7 +93,7 @@ def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Seque
 def _publish(
     context: Context, node: PeerId, mapped: MappedNode, uses: Sequence[_Use], results: Sequence[CommitResult]
 ) -> None:
-    """End the uses whose chunks the master accepted with a record for the node."""
+    """End the uses of chunks accepted by the master with a record for the node."""
     for use, result in zip(uses, results, strict=True):
         op, new = use.op, use.op.new
         if result is CommitResult.ACCEPTED:
@@ -111,7 +111,7 @@ def _publish(
 def _open_buffer(
     context: Context, node: PeerId, link: NodeLink, size_bytes: int, *, often: bool
 ) -> Logic[tuple[BufferWriter, int] | None]:
-    """Ask ``node`` for a write buffer if that pays now; it, and the place for the value in it."""
+    """Request a write buffer from ``node`` if that pays now; return it and the value's position in it."""
     buffers, now_s = context.write_buffers, context.clock.now_s()
     if not buffers.may_ask(node, size_bytes, now_s, often=often):
         return None
@@ -126,17 +126,17 @@ def _open_buffer(
 
 # --- transfer
 #
-#     RESERVE at the node; and meanwhile the checksum of the value's beginning, which brings that near
-#     transfer, with the checksum behind it; and meanwhile the commit at the master, if the client commits
+#     RESERVE at the node; meanwhile the checksum of the value's beginning, which brings that into the cache
+#     transfer, followed by the checksum; meanwhile the commit at the master, if the client commits
 #     COMMIT at the node: checksum, and whether the master has accepted it
 #
-# What moves together is added to the checksums right behind its move; a transfer through mapped memory does that by
+# Moved bytes are added to the checksums right after the move; a transfer through mapped memory does that by
 # itself, piece by piece (see ``transfer_engine.transports.shm.long_copy``).
 
 
 @dataclass(slots=True)
 class Filling:
-    """One item on its way into the range that one node has reserved for it."""
+    """One item on its way into the range reserved for it at one node."""
 
     op: PutOp
     node: PeerId
@@ -144,18 +144,18 @@ class Filling:
     reservation: Reservation
     error: TanghuluError | None = None
     result: CommitResult = CommitResult.ASK_NODE
-    answered: bool = False  # by the node, that the range was committed or aborted
-    rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
+    answered: bool = False  # to the node, that the range was committed or aborted
+    rest: sums.Rest | None = None  # the checksums, of the bytes not covered yet
     _num_moved: int = 0
 
     def begin_checksum(self, part_bytes: int) -> None:
-        """The value begins to move."""
+        """Record that the value begins to move."""
         if not self.op.new.checksums.parts:
             running, self.op.running = self.op.running, None
             self.rest = sums.Rest(running or sums.RunningChecksums(self.op.new.size_bytes, part_bytes))
 
     def moved(self, request: TransferRequest, error: TanghuluError | None) -> None:
-        """The next request of the value has moved, or has not."""
+        """Record that the next request of the value has moved, or has failed."""
         self.error = self.error or error
         if self.error is None and self.rest is not None:
             if self.rest.num_shown == self._num_moved:  # not by the transfer itself
@@ -163,7 +163,7 @@ class Filling:
             self._num_moved += request.length
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
-        """The checksums of a value that has moved completely."""
+        """Return the checksums of a completely moved value."""
         if self.rest is not None and self.rest.running.complete:
             return self.rest.running.end()
         return self.op.checksums(part_bytes)
@@ -175,7 +175,7 @@ class Filling:
 
 
 def begin_ahead(ops: Sequence[PutOp], options: PutOptions) -> Callable[[], None] | None:
-    """What can be done while a node makes room for ``ops``; raises InvalidRequest for too many parts."""
+    """Return the work to do while a node makes room for ``ops``; raises InvalidRequest for too many parts."""
     op = ops[0]
     if len(ops) > 1 or op.pieces or op.new.checksums.parts:
         return None
@@ -190,7 +190,7 @@ def take_reservations(
     answer: messages.AnyReply | TanghuluError,
     fillings: list[Filling],
 ) -> None:
-    """The node's answer to RESERVE: what is to be filled now joins ``fillings``; the other items know why not."""
+    """Take the node's answer to RESERVE: reserved items join ``fillings``; the others get their error."""
     if isinstance(answer, TanghuluError):
         take_results(context, node, [op for op, _ in ops], answer)
         return
@@ -203,14 +203,14 @@ def take_reservations(
 
 
 def end_reservations(context: Context, fillings: Sequence[Filling]) -> None:
-    """No range is needed any more; those whose node has not answered COMMIT are given back with the next call."""
+    """Release all ranges; those whose node has not answered COMMIT are returned with the next call."""
     for each in fillings:
         end = context.leases.released if each.answered else context.leases.drop
         end(each.node, each.reservation.lease_id)
 
 
 def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions) -> Logic[None]:
-    """Move every value to its range and commit it; the items then know what became of them."""
+    """Move every value to its range and commit it; the items then have their outcomes."""
     requests: list[TransferRequest] = []
     moving: list[Filling] = []
     links: dict[tuple[PeerId, bool], NodeLink | TanghuluError] = {}
@@ -243,7 +243,7 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
 
 
 def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:
-    """What moves the value to its range."""
+    """Yield the transfers that move the value to its range."""
     offset, lease_id = filling.reservation.offset, filling.reservation.lease_id
     for piece in filling.op.pieces or (filling.op.value,):
         yield TransferRequest(Opcode.WRITE, piece, link.remote, offset, len(piece), 0, lease_id, digest=filling.rest)
@@ -251,7 +251,7 @@ def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:
 
 
 def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[CommitCall | None, int]:
-    """The call that commits all ``fillings`` at the master, and the generation of their node; (None, 0): nodes do."""
+    """Return the master call that commits all ``fillings``, and their node's generation; (None, 0): nodes commit."""
     node, num_nodes = fillings[0].node, len({each.node for each in fillings})
     mapped = context.mapped.get(node)
     lives = context.access(node, context.clock.now_s()) is Access.MAPPED
@@ -271,7 +271,7 @@ def _commit_at_nodes(
     generation: int,
     term: Term,
 ) -> Logic[None]:
-    """COMMIT at every node; the master of ``term`` has accepted for that ``generation`` of the only node."""
+    """COMMIT at every node; the master of ``term`` has accepted for this ``generation`` of the only node."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
     committed: list[list[Filling]] = []
     for node in dict.fromkeys(each.node for each in fillings):

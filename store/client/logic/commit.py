@@ -1,10 +1,10 @@
-"""The end of a put: the state of one item, and what the answers of the master and of nodes make of it. Pure.
+"""The end of a put: the state of one item, updated by the answers of the master and of nodes. Pure.
 
 The client may commit chunks that a node is about to hold: it calls the master while, or before, the bytes arrive. The
-master takes what it accepts for held until the node confirms it, and takes it back after ``PROMISE_S`` (see
-``store.master.directory.pending_commits``). So nobody relies on its answer for longer than ``RELIED_S``, neither the
-node nor, where it does not ask the node, the client. What the master does not accept, and does not have as existing,
-the node commits itself.
+master treats accepted chunks as held until the node confirms them, and revokes them after ``PROMISE_S`` (see
+``store.master.directory.pending_commits``). So neither the node, nor the client where it does not ask the node, relies
+on the master's answer for longer than ``RELIED_S``. Chunks that the master neither accepts nor reports as existing are
+committed by the node itself.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from tanghulu.store.protocol.types import RELIED_S, ClientCommit, CommitResult, 
 
 @dataclass(slots=True)
 class PutOp:
-    """One item of a put on its way."""
+    """One item of a put in progress."""
 
     new: NewChunk
     value: memoryview
-    pieces: tuple[memoryview, ...] = ()  # of a large value that lies in several; ``value`` is empty then
+    pieces: tuple[memoryview, ...] = ()  # of a large value in several pieces; ``value`` is empty then
     candidates: list[PeerId] = field(default_factory=list)
     placed: list[PeerId] = field(default_factory=list)
-    over_quota: list[PeerId] = field(default_factory=list)  # nodes that may take it a little later
+    over_quota: list[PeerId] = field(default_factory=list)  # nodes that may accept it a little later
     existed: bool = False
     error: TanghuluError | None = None
     done: bool = False
-    running: sums.RunningChecksums | None = None  # that has seen the beginning of the value
+    running: sums.RunningChecksums | None = None  # that covers the beginning of the value
 
     def take_result(self, node: PeerId, result: bool | TanghuluError) -> None:
-        """What ``node`` answered: whether the key existed there, or why it did not take the value."""
+        """Take the answer of ``node``: whether the key existed there, or why it did not accept the value."""
         if isinstance(result, TanghuluError):
             self.error = result
             if isinstance(result, QuotaExceeded):
@@ -52,14 +52,14 @@ class PutOp:
             self.placed.append(node)
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
-        """The value's checksums: those that the caller gave, or computed now."""
+        """Return the value's checksums: given by the caller, or computed now."""
         given = self.new.checksums
         if given.parts:
             return given
         return sums.compute_joined(self.pieces, part_bytes) if self.pieces else sums.compute(self.value, part_bytes)
 
     def status(self) -> Status:
-        """The outcome."""
+        """Return the outcome."""
         if self.placed:
             return Status(self.new.key, False, len(self.placed))
         if self.existed:
@@ -68,10 +68,11 @@ class PutOp:
 
 
 class CommitCall:
-    """The calls by which a client commits new chunks that one run of a node is to hold, and how their answers read.
+    """The calls by which a client commits new chunks of one run of a node, and the decoding of their answers.
 
-    There is one of ``calls`` for each master that owns some of the keys; what nobody owns now the node commits.
-    ``term`` is the earliest in which a master has answered. ``moved``: one has refused its keys, or is away.
+    There is one of ``calls`` for each master that owns some of the keys; keys without an owner are committed by the
+    node. ``term`` is the earliest term among the masters' answers. ``moved``: a master has refused its keys, or is
+    away.
     """
 
     def __init__(self, context: Context, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
@@ -91,7 +92,7 @@ class CommitCall:
             self.calls.append((peer, _call(commits)))
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
-        """One for each item, by an answer for each of ``calls``; ASK_NODE where there is no proper answer."""
+        """Return one result per item, from an answer for each of ``calls``; ASK_NODE replaces an invalid answer."""
         results, terms = [CommitResult.ASK_NODE] * len(self._news), []
         for (peer, positions), answer in zip(self._parts.items(), answers, strict=True):
             if answer is None or isinstance(answer, TanghuluError):
@@ -128,10 +129,10 @@ def _results_in(answer: messages.AnyReply, num_items: int) -> list[CommitResult]
 def commit_by_client(
     context: Context, deadline: Deadline, node: PeerId, generation: int, items: Sequence[NewChunk]
 ) -> Logic[list[CommitResult]]:
-    """Commit chunks whose bytes are in the node's memory, one or several in one call; a result for each.
+    """Commit chunks whose bytes are in the node's memory, one or several in one call; return a result for each.
 
-    An answer that took longer than ``RELIED_S`` counts for nothing. A master that is away is not waited for here: the
-    node commits when it is back.
+    An answer that took longer than ``RELIED_S`` is ignored. This does not wait for an absent master: the node commits
+    when it is back.
     """
     commit, called_s = CommitCall(context, node, generation, items), context.clock.now_s()
     answers = yield CallPeers(commit.calls, deadline.remaining_s() / 2, waits=False)
@@ -146,7 +147,7 @@ def commit_by_client(
 
 
 def _knows_later_owners(context: Context, node: PeerId, term: Term) -> bool:
-    """Whether the node knows that a range has changed hands since masters answered, who knew no more than ``term``.
+    """Return whether the node has seen a range change hands after masters answered with no later term than ``term``.
 
     It may have reported to the new owner already, without these chunks; so the node has to commit them.
     """
@@ -160,7 +161,7 @@ def _knows_later_owners(context: Context, node: PeerId, term: Term) -> bool:
 def take_results(
     context: Context, node: PeerId, ops: Sequence[PutOp], answer: messages.AnyReply | TanghuluError
 ) -> None:
-    """The node's answer to PUT or COMMIT of ``ops``, or its error for RESERVE."""
+    """Take the node's answer to PUT or COMMIT of ``ops``, or its error for RESERVE."""
     if isinstance(answer, TanghuluError):
         if isinstance(answer, NodeUnavailable):
             context.nodes.expire()

@@ -1,4 +1,4 @@
-"""What all operations of one client share: its memory between them."""
+"""The state shared by all operations of one client and kept between them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES
 
 
 def _versions() -> Iterator[int]:
-    # No two puts have the same. Random beginnings keep the versions of different clients apart; 2**20 puts per client
+    # No two puts share one. Random beginnings keep the versions of different clients apart; 2**20 puts per client
     # fit before they could meet.
     return itertools.count(secrets.randbits(43) << 20 | 1)
 
 
 @dataclass
 class Context:
-    """One client's memory between operations. ``mapped``: those nodes of this host whose memory is mapped.
+    """One client's state between operations. ``mapped``: the nodes of this host whose memory is mapped.
 
-    ``greeted`` are the nodes to which the driver keeps something open; what it has of ``departed`` ones it is to close,
-    for an open mapping keeps all memory of a process that is gone.
+    ``greeted`` are the nodes to which the driver keeps connections; it has to close those to ``departed`` ones, since
+    an open mapping keeps all memory of a process that is gone.
 
-    ``wait_s``: how long one call may wait at the master. ``waits_for_master``: whether operations wait until a master
-    that is rebuilding knows their keys. ``streams``: values of up to 1 MiB travel inside messages where memory is not
-    mapped; not if they are wanted to move by verbs or UCX.
+    ``wait_s``: seconds that one call may wait at the master. ``waits_for_master``: whether operations wait until a
+    rebuilding master knows their keys. ``streams``: values of up to 1 MiB travel inside messages where memory is not
+    mapped, unless they should move by verbs or UCX.
     """
 
     host_id: str
@@ -66,7 +66,7 @@ class Context:
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:
-        """How this client reaches the memory of ``node``; MAPPED only if it lives: its beat is recent, its end open."""
+        """Return this client's access to the memory of ``node``; MAPPED only if alive: beat recent, other end open."""
         mapped = self.mapped.get(node)
         if mapped is not None and mapped.index.is_kept(now_s) and mapped.link.remote.alive:
             return Access.MAPPED
@@ -75,7 +75,7 @@ class Context:
         return Access.MESSAGES if self.streams else Access.ENGINE
 
     def inline_bytes(self, node: PeerId) -> int:
-        """The largest value that ``node`` should send inside its answers."""
+        """Return the size of the largest value that ``node`` should send inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
         return MAX_MESSAGE_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
@@ -86,20 +86,20 @@ class Context:
         return self.nodes.get(peer) is not None
 
     def take_masters(self, reply: MastersReply) -> bool:
-        """Take a master's answer to MASTERS; whether it has another map than the known one."""
+        """Take a master's answer to MASTERS; return whether its map differs from the known one."""
         gone = self.masters.take(reply)
         self.departed |= gone or frozenset()
         return gone is not None
 
     def forget(self, node: PeerId) -> None:
-        """The node's memory is not mapped any more, or another process took its place."""
+        """Forget the node: its memory is no longer mapped, or another process took its place."""
         self.mapped.pop(node, None)
         self.write_buffers.forget(node)
 
     def opened(self, node: PeerId, link: NodeLink, welcome: Welcome) -> None:
-        """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for.
+        """Record that the node's memory is open; if mapped, so is its index, and write buffers may be requested.
 
-        Where a node comes, another may have gone.
+        The arrival of a node may mean that another has left.
         """
         self.departed.update(each for each, mapped in list(self.mapped.items()) if not mapped.link.remote.alive)
         index = link.index(welcome.index, welcome.key_scope)
@@ -107,23 +107,23 @@ class Context:
             self.mapped[node] = MappedNode(link, index, welcome.generation)
 
     def close(self) -> None:
-        """The client is closed: forget all mapped memory."""
+        """Forget all mapped memory, as the client is closed."""
         self.mapped.clear()
         self.write_buffers.close()
 
     def return_granted(self, node: PeerId, reply: messages.GrantingReply) -> None:
-        """Return the leases, of reservations too, of an answer that came too late for its caller."""
+        """Return the leases, of reservations too, granted by an answer that came too late for its caller."""
         for lease_id in messages.leases_in(reply):
             self.leases.drop(node, lease_id)
 
     def requeue(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
-        """Return later the leases of notices that were not delivered."""
+        """Return the leases of undelivered notices later."""
         for node, call in calls:
             for lease_id in messages.returned_leases(call):
                 self.leases.drop(node, lease_id)
 
     def take_notices(self) -> list[tuple[PeerId, messages.AnyCall]]:
-        """Take the calls that return leases to the nodes, and report what was read there."""
+        """Take the calls that return leases to the nodes, and report the reads there."""
         dropped, reads = self.leases.take_dropped(), self.reads.take()
         return [
             (node, messages.unpin(dropped.get(node, ()), num_bytes, (), keys))
@@ -133,6 +133,6 @@ class Context:
 
 
 def report_reads(context: Context) -> Logic[None]:
-    """Report to the nodes what was read, before the next call to them."""
+    """Report reads to the nodes, before the next call to them."""
     if context.reads.noted:
         yield Notify(context.take_notices())

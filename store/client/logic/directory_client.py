@@ -1,7 +1,7 @@
-"""Calls to the directory that operations begin with: who owns a key, which nodes there are, where chunks lie. Pure.
+"""Directory calls at the start of operations: owners of keys, the list of nodes, locations of chunks. Pure.
 
-A call about keys goes to the master that leads, or, once it is known that several masters share the keys, to the owner
-of each (``key_owners``); while keys move, or their owner is away, it waits for the one that owns them then.
+A call about keys goes to the leading master, or, once several masters are known to share the keys, to the owner of each
+(``key_owners``); while keys move, or their owner is away, it waits for their next owner.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest
 from tanghulu.store.protocol.messages import MastersRequest
 
-#: A new master is given so long to hear of a first node.
+#: Seconds for a new master to learn of a first node.
 _NODELESS_TRIES = 12
 _NODELESS_PAUSE_S, _NODELESS_MOST_S = 0.05, 0.25
-#: Between two questions for a key that a rebuilding master does not know yet.
+#: Pause between two questions for a key unknown to a rebuilding master.
 _REBUILDING_PAUSE_S, _REBUILDING_MOST_S = 0.05, 0.5
-#: Between two questions for keys whose owner is away, or not known yet.
+#: Pause between two questions for keys whose owner is away, or not known yet.
 _UNOWNED_PAUSE_S, _UNOWNED_MOST_S = 0.05, 0.25
-#: The map is not waited for any longer: another master may tell it.
+#: Longest wait for the map: another master may have it.
 _MAP_S = 1.0
-#: Keys in one question to the master.
+#: Keys in one call to the master.
 KEYS_PER_LOCATE = 8192
 
 
 def rebuilding_backoff(context: Context) -> Backoff:
-    """The pauses of a call that waits until a master that is rebuilding knows its keys."""
+    """Return the pauses of a call that waits until a rebuilding master knows its keys."""
     return Backoff(_REBUILDING_PAUSE_S, _REBUILDING_MOST_S, context.rng)
 
 
 def patience(context: Context, deadline: Deadline) -> Deadline:
-    """Until when an operation that begins now waits for a master that is rebuilding."""
+    """Return the time until which an operation that begins now waits for a rebuilding master."""
     return deadline if context.waits_for_master else deadline.within(0.0)
 
 
 def call_master(call: messages.AnyCall, *, waits: bool = True) -> Logic[messages.AnyReply]:
-    """One call to the master; raises its typed error. ``waits``: see CallPeers."""
+    """Make one call to the master; raises its typed error. ``waits``: see CallPeers."""
     (outcome,) = yield CallPeers([(MASTER, call)], waits=waits)
     if isinstance(outcome, TanghuluError):
         raise outcome
@@ -56,9 +56,9 @@ def call_master(call: messages.AnyCall, *, waits: bool = True) -> Logic[messages
 def call_owners(
     context: Context, deadline: Deadline, call: messages.AnyCall, *, waits: bool = True
 ) -> Logic[messages.AnyReply]:
-    """One call to the masters that own its keys, and their answers as one; raises its typed error.
+    """Make one call to the masters that own its keys; return their joined answers or raise their typed error.
 
-    ``waits``: see CallPeers. While keys move, or their owner is away, this waits for the one who owns them then.
+    ``waits``: see CallPeers. While keys move, or their owner is away, this waits for their next owner.
     """
     if context.masters.owners is None:
         (outcome,) = yield CallPeers([(MASTER, call)], waits=waits)
@@ -74,7 +74,7 @@ def call_owners(
 def call_each_owner(
     context: Context, deadline: Deadline, call: messages.AnyCall, *, waits: bool
 ) -> Logic[messages.AnyReply]:
-    """``call_owners`` of masters of whom it is known that they are several."""
+    """Do as ``call_owners``, with several known masters."""
     split, backoff = SplitCall(call), Backoff(_UNOWNED_PAUSE_S, _UNOWNED_MOST_S, context.rng)
     waits = waits and context.waits_for_master
     while True:
@@ -92,7 +92,7 @@ def call_each_owner(
 
 
 def refresh_owners(context: Context, informant: PeerId) -> Logic[bool]:
-    """Get the map from ``informant``, or if it does not answer from another master; whether it is a newer one."""
+    """Get the map from ``informant``, or from another master if it does not answer; return whether it is newer."""
     known = context.masters.owners
     others = [] if known is None else sorted({MASTER, *known.peers} - {informant})
     for peer in (informant, *([context.rng.choice(others)] if others else ())):
@@ -104,10 +104,10 @@ def refresh_owners(context: Context, informant: PeerId) -> Logic[bool]:
 
 
 def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: bool = False) -> Logic[None]:
-    """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away.
+    """Refresh the list of nodes if older than NODES_TTL_S; an old one suffices while the master is away.
 
-    ``force``: a node is wanted that the old list does not name, so a master that is away is waited for.
-    While the master is new and nobody has registered there, it is asked again until ``deadline``, or for some seconds.
+    ``force``: the caller needs a node missing from the old list, so this waits for an absent master. While the master
+    is new and without registered nodes, the call is repeated until ``deadline``, or for some seconds.
     """
     if not force and context.nodes.is_fresh(context.clock.now_s()):
         return
@@ -131,7 +131,7 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
 
 
 def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
-    """The nodes in the answer to NODES. A master that is rebuilding does not know all: those known before stay."""
+    """Take the nodes in the answer to NODES. A rebuilding master does not know all: those known before stay."""
     message: NodesReply = reply.message
     if message.unchanged:
         context.nodes.confirm(context.clock.now_s())
@@ -147,7 +147,7 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
 def locate(
     context: Context, deadline: Deadline, keys: Sequence[str], *, waits: bool = True, removing: bool = False
 ) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
-    """(holders of each key as the master knows them, nearest first; whether it does not know all yet).
+    """Return (holders of each key by the master, nearest first; whether the master does not know all yet).
 
     ``removing``: see LocateRequest.
     """
@@ -168,9 +168,9 @@ def locate(
 
 
 def _in_order(key: str, nodes: tuple[PeerId, ...], num_warm: int, local: frozenset[PeerId]) -> tuple[PeerId, ...]:
-    """Holders of this host first, of these and of the others those that have it in memory.
+    """Order holders: this host's first, and within each group those with the chunk in memory first.
 
-    Among equals the order differs by key and process, so that they share. ``nodes`` begin with ``num_warm`` warm ones.
+    Among equals the order differs by key and process, to share the load. ``nodes`` begin with ``num_warm`` warm ones.
     """
     if len(nodes) < 2:
         return nodes

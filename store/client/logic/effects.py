@@ -1,4 +1,5 @@
-"""The effects that the client's logic asks its driver for. The logic is a generator: it yields one, is sent the result.
+"""The effects requested by the client's logic from its driver. The logic is a generator: it yields one, is sent its
+result.
 
 The same logic runs under a blocking driver (threads, blocking sockets) and under an asyncio driver; neither decides
 anything.
@@ -17,20 +18,20 @@ from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferRequest
 from tanghulu.types import Address
 
-#: Whom a call goes to: a node's instance id, MASTER, or an ``owner_peer``.
+#: Destination of a call: a node's instance id, MASTER, or an ``owner_peer``.
 PeerId = NewType("PeerId", str)
 MASTER = PeerId("")
-#: What the id of a master begins with that owns some ranges of keys.
+#: Prefix of the id of a master that owns some ranges of keys.
 OWNER = "@"
 
 
 def owner_peer(address: Address) -> PeerId:
-    """The master at ``address``, which owns some ranges of keys; MASTER is that which leads."""
+    """Return the peer for the master at ``address``, which owns some ranges of keys; MASTER is the leading one."""
     return PeerId(f"{OWNER}{address}")
 
 
 def owner_address(peer: PeerId) -> Address:
-    """The address of an ``owner_peer``."""
+    """Return the address of an ``owner_peer``."""
     return Address.parse(peer[len(OWNER) :])
 
 
@@ -40,18 +41,18 @@ def is_owner(peer: PeerId) -> bool:
 
 
 def is_master(peer: PeerId) -> bool:
-    """Return whether ``peer`` is MASTER or an ``owner_peer``, and no node."""
+    """Return whether ``peer`` is MASTER or an ``owner_peer``, not a node."""
     return not peer or peer[0] == OWNER
 
 
 @dataclass(slots=True)
 class CallPeers:
-    """Send every call, to one peer after the other or to several at once, and wait for all answers.
+    """Send every call, sequentially to one peer or in parallel to several, and wait for all answers.
 
-    Result: list[Reply | TanghuluError], one per call. A peer that cannot be reached is NodeUnavailable, or
-    MasterUnavailable. ``within_s``: of the deadline, what these calls may take; None: all of it. ``meanwhile``: work
-    that is done while the peer of a single call, a node, has it. ``waits``: a single master that is away is waited for;
-    False for what the caller can do without, or asks again by itself.
+    Result: list[Reply | TanghuluError], one per call. An unreachable peer is NodeUnavailable, or MasterUnavailable.
+    ``within_s``: the part of the deadline that these calls may take; None: all of it. ``meanwhile``: work done while
+    the peer of a single call, a node, processes it. ``waits``: wait for a single absent master; False if the caller can
+    do without the answer, or repeats the call by itself.
     """
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
@@ -62,9 +63,9 @@ class CallPeers:
 
 @dataclass(slots=True)
 class Notify:
-    """Send every call without waiting for its answer; a peer that cannot be reached finds out by itself.
+    """Send every call without waiting for its answer; an unreachable peer finds out by itself.
 
-    The peer takes them before calls that are sent to it later. Result: None.
+    The peer takes them before calls sent to it later. Result: None.
     """
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
@@ -72,7 +73,7 @@ class Notify:
 
 @dataclass(slots=True)
 class OpenSegment:
-    """Open the node's segment. Result: NodeLink | TanghuluError; ``copies`` wants one that does not use a mapping."""
+    """Open the node's segment. Result: NodeLink | TanghuluError; ``copies`` requests one that avoids mappings."""
 
     node: PeerId
     copies: bool = False
@@ -80,10 +81,10 @@ class OpenSegment:
 
 @dataclass(slots=True)
 class Transfer:
-    """Transfer everything, and meanwhile send ``calls``, if there are any, to the masters.
+    """Transfer everything, and meanwhile send ``calls``, if any, to the masters.
 
-    Result: (list[TanghuluError | None], one per request; list[Reply | TanghuluError], one per call).
-    ``within_s``: what the masters' calls may take.
+    Result: (list[TanghuluError | None], one per request; list[Reply | TanghuluError], one per call). ``within_s``: time
+    limit of the masters' calls.
     """
 
     requests: Sequence[TransferRequest]
@@ -100,16 +101,16 @@ class Sleep:
 
 Effect: TypeAlias = CallPeers | Notify | OpenSegment | Transfer | Sleep
 T = TypeVar("T")
-#: A piece of the client's logic that ends with a T.
+#: A piece of the client's logic that returns a T.
 Logic: TypeAlias = Generator[Effect, Any, T]
 
 
-#: Copies through mapped memory come in portions of about this size, so that checksums find the bytes in the cache.
+#: Size of the portions of copies through mapped memory, so that checksums find the bytes in the cache.
 PORTION_BYTES = 2 << 20
 
 
 def portions(requests: Sequence[TransferRequest]) -> Iterator[tuple[int, Sequence[TransferRequest]]]:
-    """(position of the first, requests) to move one after the other: all at once, but for mapped memory."""
+    """Yield (position of the first, requests) to move one after the other: all at once, except for mapped memory."""
     start = num_bytes = 0
     for position, request in enumerate(requests):
         if position > start and num_bytes >= PORTION_BYTES and request.target.transport == "shm":
@@ -122,26 +123,26 @@ def portions(requests: Sequence[TransferRequest]) -> Iterator[tuple[int, Sequenc
 
 @dataclass(slots=True)
 class Deadline:
-    """The end of one operation. ``now_s`` is the driver's clock, so that the logic itself owns no time."""
+    """The end of one operation. ``now_s`` is the driver's clock, so the logic itself needs no clock."""
 
     until_s: float
     now_s: Callable[[], float]
 
     def remaining_s(self) -> float:
-        """Seconds left, at least 0."""
+        """Return the seconds left, at least 0."""
         left_s = self.until_s - self.now_s()
         return left_s if left_s > 0.0 else 0.0
 
     def within(self, seconds: float) -> Deadline:
-        """The end of a part of the operation that begins now and may take ``seconds``."""
+        """Return the end of a part of the operation that begins now and may take ``seconds``."""
         return Deadline(min(self.until_s, self.now_s() + seconds), self.now_s)
 
     def remaining_ms(self) -> int:
-        """The deadline for a peer: a little less than is left, so that its typed answer arrives in time."""
+        """Return the deadline for a peer: a little less than is left, so that its typed answer arrives in time."""
         return max(1, int(self.remaining_s() * 900))
 
     def patience_ms(self, num_others: int) -> int:
-        """How long a node may have a put wait for room: less if there are ``num_others`` to try after it."""
+        """Return the time a put may wait for room at a node: less if there are ``num_others`` to try after it."""
         return max(1, int(self.remaining_s() * 900) // (1 + min(num_others, 2)))
 
 
@@ -154,7 +155,7 @@ class NodeLink:
     address: int = field(init=False)
 
     def index(self, place: IndexPlace | None, key_scope: str = "") -> IndexReader | None:
-        """The shared index at ``place``; None if there is none or the memory is not mapped."""
+        """Return the shared index at ``place``; None if there is none or the memory is not mapped."""
         published = self.remote.map_published()
         if self.view is None or published is None or place is None:
             return None

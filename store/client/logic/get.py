@@ -1,8 +1,8 @@
-"""How values are read: find a holder, get or pin there, move, verify, unpin; another holder if that fails.
+"""Reads: find a holder, get or pin there, move, verify, unpin; try another holder after a failure.
 
-Pure logic for the drivers. One *round* asks every node at most once: all keys are grouped by the holder to be tried
-next, all nodes are asked at once, all transfers move as one batch. What failed goes into the next round with its next
-holder; a key that has run out of cached holders is looked up at the master, once; then its error is final.
+Pure logic for the drivers. One *round* calls every node at most once: all keys are grouped by the holder to try next,
+all nodes are called at once, all transfers move as one batch. Failed keys enter the next round with their next holder;
+a key without further cached holders is looked up at the master, once; then its error is final.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, RELIED_S
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
-#: Keys in one GET. One GET per node is under way, so that neither side has to buffer many answers.
+#: Keys in one GET. One GET per node is in flight, so that neither side has to buffer many answers.
 KEYS_PER_GET = 1024
-#: Values up to this size are copied by means of a shared index; larger ones are worth a lease, which needs no copy.
+#: Values up to this size are copied by a shared index; larger ones are worth a lease, which needs no copy.
 MAX_COPIED_BYTES = MAX_INLINE_BYTES
-#: How often one get pins a key again whose lease ended before its bytes had come.
+#: Number of times that one get pins a key again whose lease ended before its bytes had arrived.
 MAX_PINNED_AGAIN = 3
-#: For how long holders that the master names are asked again when they have not got the chunk: as long as a putter may
-#: take from its word to the master until its node knows. Between two times are so many seconds, at first and at last.
+#: Seconds during which holders named by the master are asked again while they lack the chunk: the time that a putter
+#: may take from its commit at the master until its node knows; and the first and last pause between two requests.
 LATE_S = RELIED_S
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The deadline, and the pauses, of calls to a master that is rebuilding."""
+    """The deadline and the pauses of calls to a rebuilding master."""
 
     deadline: Deadline
     backoff: Backoff
@@ -70,22 +70,22 @@ class Rebuilt:
 
 @dataclass(slots=True)
 class _Pinned:
-    """One get with a lease on a node, or, without one, whose inline value was not what was put."""
+    """One get with a lease on a node, or without one if its inline value did not match its checksums."""
 
     op: GetOp
     node: PeerId
     found: Found
-    begin: int = 0  # of the value, what is read: [begin, end)
+    begin: int = 0  # the part of the value to read: [begin, end)
     end: int = 0
-    arrived: Sequence[memoryview] = ()  # where its bytes are, or will be
+    arrived: Sequence[memoryview] = ()  # the place of its bytes, present or future
     error: TanghuluError | None = None
-    num_moving: int = 0  # transfers that have not ended
+    num_moving: int = 0  # unfinished transfers
     keeps_lease: bool = False
     given_back: bool = False
-    running: sums.RunningChecksums | None = None  # of what arrives
+    running: sums.RunningChecksums | None = None  # of the arriving bytes
 
     def matches(self) -> bool:
-        """Return whether what has arrived is what was put."""
+        """Return whether the received bytes match the checksums of the put."""
         if self.op.proof is not None and self.op.proof.holds():
             return True
         if self.running is not None and self.running.complete:
@@ -97,7 +97,7 @@ class _Pinned:
 
 
 def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    """Set the ``result`` of all ``ops`` that have none; a Chunk without a copy calls ``flush`` when it is closed."""
+    """Set the ``result`` of all ``ops`` without one; closing a Chunk without a copy calls ``flush``."""
     for op in ops:
         if op.result is None:
             _look_locally(context, op)
@@ -105,7 +105,7 @@ def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Cal
 
 
 def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[Chunk | int]:
-    """``fetch`` for one key, the commonest call by far; returns its result, or raises its error."""
+    """``fetch`` for one key, by far the most frequent call; return its result, or raise its error."""
     _look_locally(context, op)
     if op.result is None:
         yield from _fetch_one(context, deadline, op, flush)
@@ -116,9 +116,9 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 
 
 def _fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[None]:
-    """Ask the likely holder, without the grouping of a round; other holders in rounds."""
+    """Call the likely holder without grouping into a round; try other holders in rounds."""
     guessed = not op.holders
-    if guessed:  # a node of this host is asked before the master, unless its index would have told
+    if guessed:  # a node of this host is asked before the master, unless its index would have shown the key
         op.holders = [node for node in context.nodes.local_for(op.key, 0)[:1] if node not in context.mapped]
     if op.holders:
         node = op.holders[0]
@@ -134,7 +134,7 @@ def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: 
     rebuilt = Rebuilt(directory_client.patience(context, deadline), directory_client.rebuilding_backoff(context))
     while open_ops:
         unknown = [op for op in open_ops if not op.holders]
-        # A master that is away is waited for when nothing else is left to do.
+        # An absent master is waited for when nothing else is left to do.
         yield from find_holders(context, deadline, rebuilt, unknown, waits=len(unknown) == len(open_ops))
         groups: dict[PeerId, list[GetOp]] = {}
         for op in open_ops:
@@ -149,13 +149,13 @@ def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: 
 
 
 def _look_locally(context: Context, op: GetOp) -> None:
-    """Read the value by means of a shared index, or learn from it or from the cache who is likely to have it."""
+    """Read the value by a shared index, or learn from the index or the cache which node is likely to hold it."""
     all_mapped = context.mapped
     if all_mapped:
         now_s = context.clock.now_s()
         for node in all_mapped if len(context.nodes.local_ids()) < 2 else _nearest_first(context, op.key):
             mapped = all_mapped.get(node)
-            if mapped is None:  # this client has not opened its memory: it is asked, and then opened
+            if mapped is None:  # this client has not opened its memory: it is called, and then opened
                 break
             entry = mapped.index.find(op.key, now_s)
             if entry is None:
@@ -170,13 +170,13 @@ def _look_locally(context: Context, op: GetOp) -> None:
 
 
 def _nearest_first(context: Context, key: str) -> list[PeerId]:
-    """All nodes of this host; the keys are shared among them as puts share them, so reads of replicas are too."""
+    """Return all nodes of this host; keys are shared among them as for puts, hence so are reads of replicas."""
     local = context.nodes.local_for(key, 0)
     return local + [node for node in context.mapped if node not in local]
 
 
 def _copy(context: Context, op: GetOp, node: PeerId, index: IndexReader, entry: Entry) -> bool:
-    """Copy the value that the index names; False if that was too late."""
+    """Copy the value named by the index; False if that was too late."""
     buffer, size = op.buffer, entry.size_bytes
     if buffer is None or op.part is not None:
         value = index.read(entry)
@@ -197,9 +197,9 @@ def _copy(context: Context, op: GetOp, node: PeerId, index: IndexReader, entry: 
 def find_holders(
     context: Context, deadline: Deadline, rebuilt: Rebuilt, ops: list[GetOp], *, waits: bool
 ) -> Logic[None]:
-    """Give each of ``ops`` a holder that is still to be tried, or its final error.
+    """Give each of ``ops`` a holder to try, or its final error.
 
-    Unless it ``waits``, a master that is away leaves them as they are, to be looked up again.
+    Unless it ``waits``, an absent master leaves them unchanged, to be looked up again.
     """
     unknown = yield from _still_wanted(context, deadline, ops)
     if not unknown:
@@ -226,11 +226,11 @@ def _take_located(context: Context, op: GetOp, nodes: Sequence[PeerId], *, incom
         context.locations.set(op.key, tuple(nodes))
     elif not incomplete:
         context.locations.forget(op.key)
-        op.failure = None  # the holder that failed is none any more
+        op.failure = None  # the failed holder is removed
 
 
 def _still_wanted(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[list[GetOp]]:
-    """The items to look up, after a pause if all had been looked up before; the others have their final error."""
+    """Return the items to look up, after a pause if all had been looked up before; the others get their final error."""
     unknown: list[GetOp] = []
     late: list[GetOp] = []
     for op in ops:
@@ -248,10 +248,10 @@ def _still_wanted(context: Context, deadline: Deadline, ops: list[GetOp]) -> Log
 
 
 def _may_come(context: Context, deadline: Deadline, op: GetOp) -> bool:
-    """Whether to ask the master and those it names once more: they had not got the chunk, and nothing else is wrong.
+    """Return whether to ask the master and its holders once more: they lacked the chunk, and nothing else failed.
 
-    The master hears of a chunk before its node serves it, and of an evicted one after. So who was told that a key is
-    there may be faster than its putter; and what is gone the master will not name the next time.
+    The master is notified of a chunk before its node serves it, and of an evicted one afterwards. So a reader that
+    learns of a key may be faster than its putter; and the master will not name an evicted chunk the next time.
     """
     now_s = context.clock.now_s()
     if not op.num_late:
@@ -265,7 +265,7 @@ def _pause_s(op: GetOp) -> float:
 
 
 def _await_rebuild(rebuilt: Rebuilt, ops: list[GetOp]) -> Logic[None]:
-    """The master is rebuilding and does not know these keys yet: ask it again after a pause, and nobody else."""
+    """Ask a rebuilding master that lacks these keys again after a pause, and no other peer."""
     if not ops:
         return
     pause_s = rebuilt.backoff.pause_s()
@@ -300,7 +300,7 @@ def _round(
 
 
 def _patience_s(deadline: Deadline) -> float:
-    """How long to wait for one holder while there are others: a node that stands still must not use up the time."""
+    """Return the seconds to wait for one holder while there are others: a stalled node must not use up the time."""
     return deadline.remaining_s() / 2
 
 
@@ -310,7 +310,7 @@ def _take_answers(
     answers: Sequence[tuple[PeerId, Sequence[GetOp], messages.AnyReply | TanghuluError]],
     flush: Callable[[], None],
 ) -> Logic[None]:
-    """Take what each node answered, and read what it pinned. However this ends, no lease is left that nobody needs."""
+    """Take each node's answer, and read the pinned chunks. No unneeded lease is left, however this ends."""
     pinned: list[_Pinned] = []
     try:
         for node, ops, outcome in answers:
@@ -331,7 +331,7 @@ def _take_answer(
     outcome: messages.AnyReply | TanghuluError,
     pinned: list[_Pinned],
 ) -> None:
-    """Inline values become results, failures send their get on; what the node pinned is still to be read."""
+    """Turn inline values into results and failures into further tries; pinned chunks are still to be read."""
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
         return
@@ -339,13 +339,13 @@ def _take_answer(
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
-    for op, answer in zip(ops, answers, strict=False):  # what it left out is asked for in the next round
+    for op, answer in zip(ops, answers, strict=False):  # omitted keys are requested in the next round
         if isinstance(answer, TanghuluError):
             _holder_failed(context, op, node, answer)
             continue
         found, value = answer
         if value is not None:
-            if not _take_inline(op, found, value):  # the node is told, as if it had been pinned
+            if not _take_inline(op, found, value):  # the node is notified, as if it had been pinned
                 pinned.append(_Pinned(op, node, found, error=mismatch(op.key, node, found)))
         else:
             context.leases.hold(node, found.lease_id)
@@ -353,7 +353,7 @@ def _take_answer(
 
 
 def _found(reply: GetReply, data: memoryview) -> Iterator[tuple[Found, memoryview | None] | TanghuluError]:
-    """The answer to GET, one per key; with the value where it came inline."""
+    """Yield the answer to GET, one per key, with the value if it came inline."""
     position = 0
     for item in reply.items:
         if isinstance(item, Failure):
@@ -379,7 +379,7 @@ def _node_failed(
 
 
 def _holder_failed(context: Context, op: GetOp, node: PeerId, error: TanghuluError) -> None:
-    """Try the next holder; the last one's error stays, unless it was that the key is not there."""
+    """Try the next holder; the last holder's error stays, unless it was ChunkNotFound."""
     op.tried.add(node)
     op.holders.remove(node)
     context.locations.discard(op.key, node)
@@ -388,7 +388,7 @@ def _holder_failed(context: Context, op: GetOp, node: PeerId, error: TanghuluErr
 
 
 def _take_inline(op: GetOp, found: Found, value: memoryview) -> bool:
-    """The value that came is the result; False if it is not what was put."""
+    """Take the inline value as the result; False if it does not match its checksums."""
     if not sums.matches(value, found.checksums):
         return False
     if op.part is not None:
@@ -401,7 +401,7 @@ def _take_inline(op: GetOp, found: Found, value: memoryview) -> bool:
     return True
 
 
-# --- values that are pinned on their node
+# --- values pinned on their node
 
 
 def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], None]) -> Logic[None]:
@@ -439,7 +439,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
 
 
 def _look_at(context: Context, each: _Pinned, link: NodeLink, flush: Callable[[], None]) -> None:
-    """No copy: the caller gets the node's own bytes, and keeps the lease."""
+    """Return the node's own bytes to the caller without a copy, and keep the lease."""
     found, node = each.found, each.node
     assert link.view is not None
     covered = link.view[found.offset + each.begin : found.offset + each.end]
@@ -492,7 +492,7 @@ def _take_moved(each: _Pinned) -> None:
 def _finish(
     context: Context, pinned: list[_Pinned], links: dict[tuple[PeerId, bool], NodeLink | TanghuluError]
 ) -> Logic[None]:
-    """Give back the leases, report corrupt chunks, send failed gets on to their next holder."""
+    """Return the leases, report corrupt chunks, send failed gets on to their next holder."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
     for node in dict.fromkeys(each.node for each in pinned):
         own = [each for each in pinned if each.node == node]
@@ -517,10 +517,10 @@ def _finish(
 
 
 def not_found(key: str) -> ChunkNotFound:
-    """The error of a key that no live node holds."""
+    """Return the error for a key held by no live node."""
     return ChunkNotFound(f"no live node holds {key!r}")
 
 
 def mismatch(key: str, node: PeerId, found: Found) -> ChecksumMismatch:
-    """The bytes changed on the way, or at their holder."""
+    """Build the ChecksumMismatch for bytes damaged on the way, or at their holder."""
     return ChecksumMismatch(f"the {found.size_bytes} bytes of {key!r} that arrived from {node} are not what was put")

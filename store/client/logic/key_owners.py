@@ -1,8 +1,8 @@
-"""The masters that a client knows: which is called for which keys, and how the answers of several become one. Pure.
+"""The masters known to a client: which one to call for which keys, and how to join the answers of several. Pure.
 
-As long as a client has heard of one master only, that one is asked for everything, and nothing of this is needed. A
-master that does not own all keys of a call does nothing of it and answers KeysMoved; then the client asks for the map
-of the masters, and from then on splits its calls by owner:
+While a client knows one master only, it calls that one for everything, and needs none of this. A master that does not
+own all keys of a call does nothing and answers KeysMoved; then the client requests the map of the masters, and from
+then on splits its calls by owner:
 
     call                 split                                  joined
     LOCATE, WAIT         by owner of each key, in their order   by position
@@ -12,9 +12,9 @@ of the masters, and from then on splits its calls by owner:
     NODES of an operator all owners, each for its ranges        by node, chunks summed; drained if all say so
     everything else      the leader, or any master              -
 
-What an owner has answered stays. What one refuses, or what nobody owns now, is split again by the next map and asked
-again. An answer counts only if the map still names that master as the owner of all the ranges that it answered for,
-and if it was made knowing their terms: one from before a range went elsewhere and came back is none.
+An owner's answers are final. Parts refused by an owner, or without one, are split again by the next map and sent again.
+An answer counts only if the map still names that master as the owner of all the ranges it answered for, and if the
+master knew their terms: an answer from before a range moved away and came back does not count.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Locatio
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import LeaseProofs, Term, TermFence
 
-#: What one master answered for the keys, or ranges, at these positions of a call.
+#: One master's answer for the keys, or ranges, at these positions of a call.
 Answer: TypeAlias = tuple[Sequence[int], Any]
 
 
 class KeyOwners:
-    """The map as a client goes by it. ``key_scope``: what the masters put in front of this client's keys."""
+    """The map as used by a client. ``key_scope``: the masters' prefix of this client's keys."""
 
     def __init__(self, known: RangeMap, key_scope: str = "") -> None:
         self.map, self.key_scope = known, key_scope
@@ -60,11 +60,11 @@ class KeyOwners:
         self.peers = frozenset(peer for peer in self._peers if peer is not None)
 
     def range_of(self, key: str) -> int:
-        """The range of ``key``, as the masters count it."""
+        """Return the range of ``key``, as counted by the masters."""
         return range_of(self.key_scope + key)
 
     def split(self, numbers: Iterable[tuple[int, int]]) -> dict[PeerId, list[int]]:
-        """Of (position, range): the positions by owner of their range, without those that nobody owns now."""
+        """Group the positions of (position, range) by owner of their range, without those that have no owner now."""
         by_owner: dict[PeerId, list[int]] = {}
         for position, number in numbers:
             owner = self._peers[number]
@@ -73,11 +73,11 @@ class KeyOwners:
         return by_owner
 
     def term_of(self, key: str) -> Term:
-        """What a master must know that takes a commit of ``key``."""
+        """Return the term that a master must know to accept a commit of ``key``."""
         return Term(self.map.term_of(self.range_of(key)), self.map.cluster)
 
     def believes(self, peer: PeerId, numbers: Iterable[int], term: int, term_of: int) -> bool:
-        """Return whether what ``peer`` answered, who knew the map up to ``term``, counts for these ranges."""
+        """Return whether an answer of ``peer``, which knew the map up to ``term``, counts for these ranges."""
         known = self.map
         return term_of == known.cluster and all(
             self._peers[number] == peer and known.terms[number] <= term for number in numbers
@@ -88,7 +88,7 @@ class KeyOwners:
 
 
 class KnownMasters:
-    """``owners`` None: one master is known, and is asked for everything. ``fence`` admits terms that are not over."""
+    """Masters known to a client; ``owners`` is None for a single master. ``fence`` admits terms that have not ended."""
 
     def __init__(self) -> None:
         self.fence = TermFence()
@@ -97,7 +97,7 @@ class KnownMasters:
         self._owner_proofs: dict[PeerId, LeaseProofs] = {}
 
     def proofs_of(self, peer: PeerId) -> LeaseProofs:
-        """The proofs of the leader's lease, or of an owner's."""
+        """Return the proofs of the leader's lease, or of an owner's."""
         return self._owner_proofs.setdefault(peer, LeaseProofs()) if peer else self._leader_proofs
 
     def owns_keys(self, peer: PeerId) -> bool:
@@ -105,7 +105,7 @@ class KnownMasters:
         return self.owners is not None and peer in self.owners.peers
 
     def take(self, reply: MastersReply) -> frozenset[PeerId] | None:
-        """Take a master's answer to MASTERS: the owners that its map has not any more; None if the map is not newer."""
+        """Take a master's answer to MASTERS; return owners no longer in its map, or None if the map is not newer."""
         known, latest = self.owners, reply.map
         if latest is None or not latest.replaces(None if known is None else known.map):
             return None
@@ -118,7 +118,7 @@ class KnownMasters:
 
 
 class _Split(NamedTuple):
-    """How the calls of one method are split: ``keys`` None: by ranges, of which there is one at each position."""
+    """Split of one method's calls; ``keys`` None means by ranges, one at each position."""
 
     keys: Callable[[Any], Sequence[str]] | None
     part: Callable[[Any, Sequence[int]], Any]
@@ -126,9 +126,9 @@ class _Split(NamedTuple):
 
 
 class SplitCall:
-    """One call on its way to the owners of its keys: what is still open, and what has been answered.
+    """One call on its way to the owners of its keys: the open parts, and the answered ones.
 
-    ``informant`` is who seems to know another map than the caller.
+    ``informant`` is a peer that seems to know another map than the caller.
     """
 
     def __init__(self, call: Call[Any]) -> None:
@@ -141,7 +141,7 @@ class SplitCall:
         self.informant = MASTER
 
     def calls(self, owners: KeyOwners | None) -> list[tuple[PeerId, Call[Any]]]:
-        """What is open, by owner; what nobody owns now is left out. None: an only master owns everything."""
+        """Return the open parts by owner, without keys that have no owner. None: a single master owns everything."""
         if owners is None:
             self._parts = {MASTER: self._open}
         else:
@@ -160,9 +160,9 @@ class SplitCall:
     def answered(
         self, outcomes: Sequence[Reply[Any] | TanghuluError], owners: KeyOwners | None
     ) -> MasterUnavailable | None:
-        """Take an outcome for each of ``calls``; why something is open yet, or None: everything is answered.
+        """Take an outcome for each of ``calls``; return why something is still open, or None if all is answered.
 
-        ``owners`` are those that are known now. Raises any other error.
+        ``owners`` are the currently known ones. Raises any other error.
         """
         failure: MasterUnavailable | None = None
         self.informant = MASTER
@@ -191,7 +191,7 @@ class SplitCall:
         return owners.believes(peer, numbers, outcome.message.term, outcome.message.term_of)
 
     def reply(self) -> Reply[Any]:
-        """All answers as one."""
+        """Return all answers joined into one."""
         assert not self._open, f"{self!r} is not answered"
         if len(self._answers) == 1 and self._keys is not None:
             return Reply(self._answers[0][1], memoryview(b""))
@@ -239,13 +239,13 @@ def _part_of_ranges(request: Any, positions: Sequence[int]) -> Any:
 
 
 def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKeysReply:
-    """The first keys of all pages: none behind the end of a page that has more keys than it tells."""
+    """Return the first keys of all pages: none behind the end of a page that is followed by more keys."""
     pages = [reply for _, reply in answers]
     ends = [page.keys[-1].key if page.keys else request.after for page in pages if page.more]
     end = min(ends) if ends else None
     keys: list[KeyInfo] = []
     in_order = heapq.merge(*(page.keys for page in pages), key=lambda info: info.key)
-    for key, same in groupby(in_order, key=lambda info: info.key):  # keys are unique but in answers that overlap
+    for key, same in groupby(in_order, key=lambda info: info.key):  # keys are unique except in overlapping answers
         if (end is not None and key > end) or (request.limit and len(keys) >= request.limit):
             return ListKeysReply(keys, more=True)
         keys.append(next(same))
@@ -253,7 +253,7 @@ def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKey
 
 
 def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesReply:
-    """Each node as the master with its latest report lists it; drained when it is for the keys of every owner."""
+    """Return each node as listed by the master with its latest report; drained if it is for the keys of every owner."""
     by_node: dict[str, list[NodeView]] = {}
     for _, reply in answers:
         for node in reply.nodes:

@@ -1,8 +1,8 @@
-"""Leases that this client holds, memory that lives under one, and reads to be reported.
+"""Leases held by this client, the memory that depends on them, and reads to be reported.
 
-Reads without a copy stand on a lease of the node. Whoever still refers to that memory (a Chunk, a numpy array, a torch
-tensor) keeps a LeasedMemory alive; when the last reference goes, its lease is dropped here and given back with the next
-call, or, once the client is closed, by ``drivers.late_leases``. So a range is never reused under somebody's array, and
+Reads without a copy depend on a lease of the node. Objects that refer to that memory (a Chunk, a numpy array, a torch
+tensor) keep a LeasedMemory alive; when the last reference is dropped, so is its lease, which is returned with the next
+call, or, once the client is closed, by ``drivers.late_leases``. So a range is never reused under an array in use, and
 nothing is sent from inside a garbage collection.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from tanghulu.store.client.logic.effects import PeerId
 
-#: Reads that are reported to the nodes at the latest.
+#: Number of reads after which they are reported to the nodes.
 REPORT_READS = 64
 
 
 class Leases:
-    """The leases on all nodes; ``dropped`` are to be given back.
+    """The leases on all nodes; ``dropped`` ones are to be returned.
 
     Every step is one operation of a dict or deque: safe from any thread and from GC.
     """
@@ -30,21 +30,21 @@ class Leases:
         self.on_drop: Callable[[], None] | None = None  # of a closed client, which makes no more calls
 
     def hold(self, node: PeerId, lease_id: int) -> None:
-        """The node granted a lease."""
+        """Record a lease granted by the node."""
         self._held.setdefault(node, {})[lease_id] = None
 
     def released(self, node: PeerId, lease_id: int) -> None:
-        """The node knows that the lease is over, or will with the call that is being made."""
+        """Record that the node has ended the lease, or will with the call being made."""
         self._held.setdefault(node, {}).pop(lease_id, None)
 
     def drop(self, node: PeerId, lease_id: int) -> None:
-        """The lease is not needed any more and is to be given back soon."""
+        """Mark the lease as unneeded, to be returned soon."""
         self.dropped.append((node, lease_id))
         if self.on_drop is not None:
             self.on_drop()
 
     def take_dropped(self) -> dict[PeerId, list[int]]:
-        """What is to be given back now, by node; counts as released."""
+        """Take the leases to return now, by node; they count as released."""
         taken: dict[PeerId, list[int]] = {}
         while self.dropped:
             try:
@@ -56,11 +56,11 @@ class Leases:
         return taken
 
     def held(self, node: PeerId) -> list[int]:
-        """All leases on one node in the order they came, the dropped ones included."""
+        """Return all leases on one node in the order of their grants, including dropped ones."""
         return list(self._held.get(node, ()))
 
     def holders(self) -> list[PeerId]:
-        """The nodes that leases are held on."""
+        """Return the nodes that granted leases."""
         return [node for node, leases in list(self._held.items()) if leases]
 
     @property
@@ -70,12 +70,11 @@ class Leases:
 
 
 class Reads:
-    """Reads without a call to a node, to be reported to it: eviction goes by what is read.
+    """Reads without a call to a node, to be reported to it, since eviction depends on reads.
 
-    A read by means of a node's shared index costs no message. Such reads are reported a few at a time: with the
-    ``REPORT_READS``-th, or before the next call that is not a get. ``noted`` are (node, key, size); ``due`` says
-    that they should be reported even if nothing else has to be. Every step is one operation of a deque: safe from any
-    thread.
+    A read by a node's shared index costs no message. Such reads are reported in small batches: with the
+    ``REPORT_READS``-th, or before the next call that is not a get. ``noted`` are (node, key, size); ``due`` means that
+    they should be reported even without another notice. Every step is one operation of a deque: safe from any thread.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ class Reads:
         self.due = False
 
     def note(self, node: PeerId, key: str, size_bytes: int) -> None:
-        """``key`` was read on ``node``."""
+        """Record a read of ``key`` on ``node``."""
         self.noted.append((node, key, size_bytes))
         self.due = len(self.noted) >= REPORT_READS
 
@@ -103,7 +102,7 @@ class Reads:
 
 
 class LeasedMemory:
-    """Read-only memory of a mapped segment, as numpy's array interface; drops its lease when nobody refers to it."""
+    """Read-only memory of a mapped segment, as numpy's array interface; drops its lease with the last reference."""
 
     __slots__ = ("__array_interface__", "_drop", "_keep")
 

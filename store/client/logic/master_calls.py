@@ -1,10 +1,9 @@
-"""Calls to masters: which of them leads, when a call is tried again, and whether an answer may be believed. Pure.
+"""Calls to masters: which one leads, when to repeat a call, and whether to accept an answer. Pure.
 
-The logic names MASTER, the one that leads, or an owner of key ranges. A call to MASTER goes to the master that led
-last, and where that does not lead any more or is away, to the next, until the deadline (see
-``discovery.masters.Seeking``); one to an owner is tried once. An answer counts if no later term is known, and once its
-master has proven that its lease lives (see ``LeaseProofs``): by what it answered before, or by the answer to PROVE,
-which costs a call.
+The logic names MASTER, the leading one, or an owner of key ranges. A call to MASTER goes to the last known leader, and
+if that no longer leads or is away, to the next, until the deadline (see ``discovery.masters.Seeking``); one to an owner
+is tried once. An answer counts if no later term is known, and once its master has proven that its lease is valid (see
+``LeaseProofs``): by earlier answers, or by the answer to PROVE, which costs a call.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from tanghulu.store.protocol.messages import ProveReply, ProveRequest
 from tanghulu.store.protocol.terms import Renewals, Term
 from tanghulu.types import Address
 
-#: A shorter wait for the master is not mentioned.
+#: A shorter wait for the master is not logged.
 _WORTH_MENTIONING_S = 0.1
 
 
 class MasterCalls:
-    """The calls of one client. ``answer_s``: what one answer may take; ``waits``: for a lone master that is away."""
+    """The calls of one client. ``answer_s``: seconds per answer; ``waits``: whether to wait for a lone master."""
 
     def __init__(self, context: Context, finder: MasterFinder, answer_s: float, *, waits: bool) -> None:
         self.finder = finder
-        self.has_met_master = False  # set by the driver: only a master that was there is waited for
+        self.has_met_master = False  # set by the driver: only a master seen before is waited for
         self._context, self._now_s = context, context.clock.now_s
         self._answer_s, self._waits = answer_s, waits
 
     def is_current(self, address: str) -> bool:
-        """Return whether MASTER is the master at ``address``, as far as is known."""
+        """Return whether MASTER is the master at ``address``, to this client's knowledge."""
         return not self.finder.several or address == str(self.finder.current)
 
     def limit_s(self, peer: PeerId, left_s: float) -> float:
-        """Seconds for one answer of ``peer``; an owner that stands still gets no longer than one of several masters."""
+        """Return the seconds for one answer of ``peer``; a stalled owner gets no longer than one of several masters."""
         left_s = min(left_s, self._answer_s)
         return min(left_s, ATTEMPT_S) if is_owner(peer) else left_s
 
     def call(self, calls: Sequence[tuple[PeerId, Call[Any]]], left_s: float, *, waits: bool) -> Logic[list[Any]]:
-        """The outcome of each call, to MASTER or to several owners; ``waits``: see CallPeers."""
+        """Return the outcome of each call, to MASTER or to several owners; ``waits``: see CallPeers."""
         left_s = self.limit_s(calls[0][0], left_s)
         if calls[0][0] == MASTER:
             return [(yield from self._call_leader(calls, left_s, waits=waits))]
@@ -59,7 +58,7 @@ class MasterCalls:
     def _call_leader(
         self, calls: Sequence[tuple[PeerId, Call[Any]]], left_s: float, *, waits: bool
     ) -> Logic[Reply[Any] | TanghuluError]:
-        """The leader's answer; while no master answers, and if that may be waited for, until the deadline."""
+        """Return the leader's answer; while no master answers, repeat until the deadline if waiting is allowed."""
         finder, began_s, seeking = self.finder, self._now_s(), None
         waits = waits and self.has_met_master and self._waits
         may_be_stale = waits and not finder.several  # a master that restarted has closed its old connections
@@ -95,7 +94,7 @@ class MasterCalls:
         sent_s: float,
         until_s: float,
     ) -> Logic[list[Reply[Any] | TanghuluError]]:
-        """What counts of the ``outcomes`` of ``calls`` that were sent at ``sent_s``; NotLeader for what does not."""
+        """Return the acceptable ``outcomes`` of ``calls`` sent at ``sent_s``; NotLeader replaces the others."""
         for place, (peer, _) in enumerate(calls):
             outcome = obeyed(self._context, outcomes[place], sent_s, peer)
             if not is_proven(self._context, outcome, peer):
@@ -107,7 +106,7 @@ class MasterCalls:
         return outcomes
 
     def _prove(self, peer: PeerId, until_s: float) -> Logic[TanghuluError | None]:
-        """Have ``peer`` prove that its lease lives; why it did not."""
+        """Have ``peer`` prove that its lease is valid; return the error if it did not."""
         sent_s = self._now_s()
         (proof,) = yield CallPeers([(peer, methods.PROVE.call(ProveRequest()))], max(until_s - sent_s, 0.0))
         if isinstance(proof, TanghuluError):
@@ -117,7 +116,7 @@ class MasterCalls:
 
 
 def master_failure(master: Masters | Address, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
-    """What a failed connection to ``master``, or its silence, means to the caller; its own errors stay."""
+    """Return the caller's error for a failed connection to ``master``, or for its silence; its own errors stay."""
     if isinstance(error, NodeUnavailable | DeadlineExceeded):
         how_long = f" for {waited_s:.1f} s" if waited_s >= _WORTH_MENTIONING_S else ""
         return MasterUnavailable(f"no master answered at {master}{how_long}: {error.message}")
@@ -127,10 +126,10 @@ def master_failure(master: Masters | Address, error: TanghuluError, waited_s: fl
 def obeyed(
     context: Context, outcome: Reply[Any] | TanghuluError, sent_s: float = float("-inf"), peer: PeerId = MASTER
 ) -> Reply[Any] | TanghuluError:
-    """What a master answered; NotLeader in its place if a leader of a later term is known, here or to a mapped node.
+    """Return a master's answer, or NotLeader if a leader of a later term is known here or to a mapped node.
 
-    ``sent_s``: when the call was sent, for ``is_proven``. Whether an owner still owns what it answered for, only who
-    knows the call can tell (see ``KeyOwners.believes``).
+    ``sent_s``: time of the call, for ``is_proven``. Only the caller can decide whether an owner still owns the keys of
+    its answer (see ``KeyOwners.believes``).
     """
     if isinstance(outcome, TanghuluError) or not outcome.message.term:
         return outcome  # one that was not elected: there is no other
@@ -146,9 +145,9 @@ def obeyed(
 
 
 def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerId = MASTER) -> bool:
-    """Return whether what a master answered may be believed; False: it has to prove first that its lease lives.
+    """Return whether a master's answer may be accepted; False: it has to prove first that its lease is valid.
 
-    One that was not elected, or does not count its renewals, needs no proof.
+    A master that was not elected, or does not count its renewals, needs no proof.
     """
     if isinstance(outcome, TanghuluError) or not outcome.message.renewals:
         return True
@@ -157,6 +156,6 @@ def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerI
 
 
 def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
-    """The answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
+    """Take the answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
     renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
     context.masters.proofs_of(peer).record(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)

@@ -34,37 +34,37 @@ GRANTING: tuple[type[GrantingReply], ...] = (m.GetReply, m.ReserveReply)
 
 
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
-    """The first frame of a connection to a node."""
+    """Build the first frame of a connection to a node."""
     return methods.HELLO.call(
         m.NodeHello(PROTOCOL_VERSION, shown.tenant, shown.token, client_id, host_id, wants_shm, list(held))
     )
 
 
 def welcome(reply: AnyReply) -> Welcome:
-    """The answer to ``hello``; raises VersionMismatch."""
+    """Decode the answer to ``hello``; raises VersionMismatch."""
     message: Welcome = reply.message
     require_version(message.protocol_version, message.instance_id)
     return message
 
 
 def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
-    """Ranges for large values."""
+    """Request ranges for large values."""
     return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms))
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
-    """The range reserved for each value; None: its key exists."""
+    """Return the range reserved for each value; None: its key exists."""
     message: m.ReserveReply = reply.message
     return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
 
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
-    """Values, small ones inside the answer; ``deadline_ms``: how long to wait for those on an SSD, 0: some seconds."""
+    """Request values, small ones inside the answer; ``deadline_ms``: wait for those on an SSD, 0 for some seconds."""
     return methods.GET.call(m.GetRequest(keys, max_inline_bytes, False, deadline_ms))
 
 
 def leases_in(reply: GrantingReply) -> list[int]:
-    """The leases that the answer to ``get`` or ``reserve`` grants."""
+    """Return the leases granted by the answer to ``get`` or ``reserve``."""
     granted = reply.items if isinstance(reply, m.GetReply) else reply.reservations
     return [each.lease_id for each in granted if isinstance(each, Found | Reservation) and each.lease_id]
 
@@ -72,17 +72,17 @@ def leases_in(reply: GrantingReply) -> list[int]:
 def unpin(
     lease_ids: Sequence[int], bytes_read: int = 0, corrupt: Sequence[str] = (), read: Sequence[str] = ()
 ) -> AnyCall:
-    """Leases that are not needed any more; keys whose bytes did not match; keys that were read without asking."""
+    """Return unneeded leases; report keys whose bytes did not match, and keys read by the shared index."""
     return methods.UNPIN.call(m.UnpinRequest(lease_ids, bytes_read, corrupt, read))
 
 
 def returned_leases(call: AnyCall) -> Sequence[int]:
-    """The leases that ``call`` gives back, if it is an ``unpin``."""
+    """Return the leases given back by ``call``, if it is an ``unpin``."""
     return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 
 
 def node_stat(key: str) -> AnyCall:
-    """What the node knows of a chunk."""
+    """Request the node's description of a chunk."""
     return methods.CHUNK_STAT.call(m.KeysRequest([key]))
 
 
@@ -90,28 +90,28 @@ def node_stat(key: str) -> AnyCall:
 
 
 def locate(keys: Sequence[str], *, count_only: bool = False, removing: bool = False) -> AnyCall:
-    """Ask for the holders of these keys."""
+    """Request the holders of these keys."""
     return methods.LOCATE.call(m.LocateRequest(keys, count_only, removing))
 
 
 def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
-    """(holders of each key, and how many of the first of them have it in memory; whether the master misses some)."""
+    """Return (holders of each key, with the number of leading ones in memory; whether the master lacks some)."""
     message: m.LocateReply = reply.message
     located = [((), 0) if each is None else (each.node_ids, each.num_warm) for each in message.locations]
     return cast("list[tuple[_PeerIds, int]]", located), message.incomplete
 
 
 def nodes() -> AnyCall:
-    """Ask for all nodes, with their present figures."""
+    """Request all nodes, with their present figures."""
     return methods.NODES.call(NodesRequest())
 
 
 def list_keys(prefix: str, after: str, limit: int) -> AnyCall:
-    """A page of keys."""
+    """Request a page of keys."""
     return methods.LIST_KEYS.call(ListKeysRequest(prefix, after, limit))
 
 
 def key_page(reply: AnyReply) -> tuple[list[KeyInfo], bool]:
-    """The answer to ``list_keys``: (keys, whether there are more)."""
+    """Decode the answer to ``list_keys``: (keys, whether there are more)."""
     message: ListKeysReply = reply.message
     return message.keys, message.more

@@ -1,4 +1,4 @@
-"""Every operation of the client as a piece of logic: arguments checked, defaults filled in, results unpacked.
+"""Every operation of the client as a piece of logic: check arguments, fill in defaults, unpack results.
 
 The two clients (blocking, asyncio) are this file with a driver around it.
 """
@@ -27,22 +27,22 @@ from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk, validate_k
 from tanghulu.transfer_engine.core.buffers import Buffer, bytes_of
 
 T = TypeVar("T")
-#: What ``put_many`` takes.
+#: Arguments of ``put_many``.
 Items = Mapping[str, Any] | Iterable[PutItem | tuple[str, Any]]
 
-#: Buffers that may make one value.
+#: Buffers that may form one value.
 MAX_PIECES = 4096
 
 
 class Operations:
-    """The logic of every public method; ``flush`` is what a Chunk without a copy calls when it is closed."""
+    """The logic of every public method; closing a Chunk without a copy calls ``flush``."""
 
     def __init__(self, context: Context, flush: Callable[[], None]) -> None:
         self._context = context
         self._flush = flush
 
     def put(self, deadline: Deadline, item: PutItem, options: PutOptions) -> Logic[Status]:
-        """One value; raises its error."""
+        """Put one value; raises its error."""
         op = self._put_op(item, options)
         if self._context.reads.noted:
             yield from report_reads(self._context)
@@ -55,7 +55,7 @@ class Operations:
     def put_many(
         self, deadline: Deadline, items: Items, options: PutOptions, raise_errors: bool = False
     ) -> Logic[list[Status]]:
-        """Many values, a Status each; malformed items get theirs without disturbing the others."""
+        """Put many values, with a Status each; malformed items get theirs without disturbing the others."""
         statuses: list[Status | PutOp] = []
         for item in put_items(items):
             try:
@@ -72,11 +72,11 @@ class Operations:
         return ended
 
     def put_tensor(self, deadline: Deadline, key: str, tensor: Any, options: PutOptions) -> Logic[Status]:
-        """One tensor that says what it is; raises its error."""
+        """Put one tensor with its description; raises its error."""
         return (yield from self.put(deadline, PutItem(key, tensors.with_header(tensor)), options))
 
     def get_tensor(self, deadline: Deadline, key: str, shared: bool) -> Logic[Any]:
-        """The tensor; raises its error."""
+        """Return the tensor; raises its error."""
         with (yield from self.get(deadline, key)) as chunk:
             return tensors.from_value(key, chunk.numpy(), shared=shared)
 
@@ -109,7 +109,7 @@ class Operations:
         return PutOp(new, value, pieces)
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
-        """One chunk; raises its error."""
+        """Return one chunk; raises its error."""
         chunk = yield from gets.fetch_one(self._context, deadline, GetOp(validate_key(key)), self._flush)
         assert isinstance(chunk, Chunk)
         return chunk
@@ -117,7 +117,7 @@ class Operations:
     def get_many(
         self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
     ) -> Logic[list[Chunk | TanghuluError]]:
-        """A chunk or an error for each key."""
+        """Return a chunk or an error for each key."""
         ops = [_get_op(key) for key in as_keys(keys)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
         chunks: list[Chunk | TanghuluError] = [op.result for op in ops]  # type: ignore[misc]  # no buffers: no sizes
@@ -132,7 +132,7 @@ class Operations:
         return chunks
 
     def get_range(self, deadline: Deadline, key: str, offset: int, length: int | None) -> Logic[Chunk]:
-        """A part of one chunk; raises its error."""
+        """Return a part of one chunk; raises its error."""
         op = GetOp(validate_key(key), part=ranges.make_range(offset, length))
         chunk = yield from gets.fetch_one(self._context, deadline, op, self._flush)
         assert isinstance(chunk, Chunk)
@@ -141,7 +141,7 @@ class Operations:
     def get_into(
         self, deadline: Deadline, key: str, buffer: Any, offset: int = 0, length: int | None = None
     ) -> Logic[int]:
-        """One value, or a part of it, into ``buffer``, or into several; how much it is. Raises its error."""
+        """Read one value, or a part of it, into ``buffer``, or into several; return its size. Raises its error."""
         if isinstance(buffer, list | tuple):
             buffers = [writable(each) for each in buffer]
             chunk = yield from self.get_range(deadline, key, offset, length)
@@ -160,7 +160,7 @@ class Operations:
         raise_errors: bool = False,
         proofs: Sequence[ranges.Proof] = (),
     ) -> Logic[list[int | TanghuluError]]:
-        """A size or an error for each key; ``proofs`` are of values that move, one for each key if there are any."""
+        """Return a size or an error for each key; ``proofs`` are of values that move, one for each key if given."""
         keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
@@ -184,20 +184,20 @@ class Operations:
         return (yield from directory.exists(self._context, deadline, as_keys(keys)))
 
     def match_prefix(self, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
-        """How many keys exist, from the first to the first that does not."""
+        """Return the number of leading keys that exist, up to the first missing one."""
         return (yield from directory.match_prefix(self._context, deadline, as_keys(keys)))
 
     def wait_for(self, deadline: Deadline, key: str) -> Logic[bool]:
-        """Wait until the key is stored; whether it is."""
+        """Wait until the key is stored; return whether it is."""
         (found,) = yield from directory.wait_for(self._context, deadline, [key])
         return found
 
     def wait_for_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-        """Wait until all keys are stored; for each whether it is."""
+        """Wait until all keys are stored; return for each whether it is."""
         return (yield from directory.wait_for(self._context, deadline, as_keys(keys)))
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
-        """Drop one chunk; whether there was one. Raises what kept a holder from it."""
+        """Drop one chunk; return whether there was one. Raises the error of a holder that failed to."""
         yield from report_reads(self._context)
         (removed,) = yield from directory.remove(self._context, deadline, [key])
         if isinstance(removed, TanghuluError):
@@ -215,20 +215,20 @@ class Operations:
         return outcomes
 
     def remove_matching(self, deadline: Deadline, pattern: str) -> Logic[int]:
-        """Drop every chunk whose key the regular expression is found in; how many."""
+        """Drop every chunk whose key matches the regular expression anywhere; return their number."""
         return (yield from directory.remove_matching(self._context, deadline, pattern))
 
     def stat(self, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
-        """What the store knows of the chunk."""
+        """Return the store's description of the chunk."""
         yield from report_reads(self._context)
         return (yield from directory.stat(self._context, deadline, key))
 
     def stat_at(self, key: str, node: str) -> Logic[ChunkInfo]:
-        """What one node knows of the chunk; raises ChunkNotFound."""
+        """Return one node's description of the chunk; raises ChunkNotFound."""
         return (yield from directory.stat_at(key, node))
 
     def drain(self, deadline: Deadline, node: str, draining: bool) -> Logic[None]:
-        """Have the node take no new chunks and its chunks go elsewhere, or undo that."""
+        """Have the node refuse new chunks and its chunks moved elsewhere, or undo that."""
         yield from admin.drain(self._context, node, draining)
 
     def evict(self, deadline: Deadline, node: str, keys: Sequence[str], num_bytes: int) -> Logic[Evicted]:
@@ -236,43 +236,43 @@ class Operations:
         return (yield from admin.evict(self._context, node, as_keys(keys), num_bytes))
 
     def replicate(self, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
-        """Have chunks copied ahead."""
+        """Have chunks copied in advance."""
         return (yield from admin.replicate(self._context, deadline, as_keys(keys), holders, for_s))
 
     def verify(
         self, deadline: Deadline, node: str, after: str, drop_corrupt: bool, report: bool
     ) -> Logic[VerifiedPage]:
-        """A page of what a node holds, compared with its checksums."""
+        """Return a page of a node's chunks, compared with their checksums."""
         return (yield from admin.verify(self._context, node, after, drop_corrupt, report))
 
     def masters(self, deadline: Deadline) -> Logic[list[MasterView]]:
-        """All masters that own keys."""
+        """Return all masters that own keys."""
         return (yield from admin.masters(self._context))
 
     def tenants(self, deadline: Deadline) -> Logic[list[TenantView]]:
-        """All tenants, over all nodes."""
+        """Return all tenants, over all nodes."""
         return (yield from admin.tenants(self._context))
 
     def eviction_policy(self, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
-        """The eviction policy of a node, after switching to ``name`` if one is given."""
+        """Return the eviction policy of a node, after switching to ``name`` if given."""
         yield from report_reads(self._context)
         return (yield from directory.eviction_policy(self._context, node, name or ""))
 
     def nodes(self, deadline: Deadline) -> Logic[list[NodeView]]:
-        """All store nodes."""
+        """Return all store nodes."""
         return (yield from directory.nodes(self._context, deadline))
 
     def meet(self, deadline: Deadline) -> Logic[None]:
-        """Ask the master for the nodes, to hear whether it is there and answers this client."""
+        """Request the nodes from the master, to check that it is up and answers this client."""
         yield from directory.leaders_nodes(self._context)
 
     def list_keys(self, deadline: Deadline, prefix: str, limit: int | None, after: str) -> Logic[list[KeyInfo]]:
-        """Keys in order."""
+        """Return keys in order."""
         return (yield from directory.list_keys(self._context, deadline, prefix, limit, after))
 
 
 def _get_op(key: str, buffer: Buffer | None = None, pieces: Sequence[Buffer] = ()) -> GetOp:
-    """The get of one of many keys; a key that is none is its own outcome."""
+    """Return the get of one of many keys; an invalid key is its own outcome."""
     try:
         return GetOp(validate_key(key), buffer, pieces=pieces)
     except InvalidRequest as error:
@@ -280,7 +280,7 @@ def _get_op(key: str, buffer: Buffer | None = None, pieces: Sequence[Buffer] = (
 
 
 def _destination(buffer: Any) -> tuple[Buffer | None, Sequence[Buffer]]:
-    """Where a value is to go: one buffer, or several."""
+    """Return the destination of a value: one buffer, or several."""
     if isinstance(buffer, list | tuple):
         return None, [writable(each) for each in buffer]
     return writable(buffer), ()
@@ -290,7 +290,7 @@ def _destination(buffer: Any) -> tuple[Buffer | None, Sequence[Buffer]]:
 
 
 def as_keys(keys: Sequence[str]) -> Sequence[str]:
-    """``keys`` as a list; raises InvalidRequest for a single key, whose characters would be taken for keys."""
+    """Return ``keys`` as a list; raises InvalidRequest for a single key, whose characters would be taken for keys."""
     if isinstance(keys, list | tuple):
         return keys
     if isinstance(keys, str | bytes | bytearray | memoryview):
@@ -302,7 +302,7 @@ def as_keys(keys: Sequence[str]) -> Sequence[str]:
 
 
 def put_items(items: Items) -> list[PutItem]:
-    """What is to be put; raises InvalidRequest for what is no pair of a key and a value."""
+    """Return the items to put; raises InvalidRequest for anything but pairs of a key and a value."""
     pairs = items.items() if isinstance(items, Mapping) else items
     if isinstance(pairs, str | bytes | bytearray):
         raise InvalidRequest(
@@ -322,7 +322,7 @@ def put_items(items: Items) -> list[PutItem]:
 
 
 def raise_first(outcomes: Sequence[object]) -> None:
-    """Raise the first error among ``outcomes``, with a note of how many there are."""
+    """Raise the first error among ``outcomes``, with a note of their number."""
     errors = [each for each in outcomes if isinstance(each, TanghuluError)]
     if errors:
         if len(outcomes) > 1:
@@ -334,7 +334,7 @@ def raise_first(outcomes: Sequence[object]) -> None:
 
 
 def readable(value: Any) -> memoryview:
-    """The bytes of ``value`` (bytes-like, numpy array, torch tensor, Buffer, Chunk), without a copy.
+    """Return the bytes of ``value`` (bytes-like, numpy array, torch tensor, Buffer, Chunk), without a copy.
 
     Raises InvalidRequest for anything else, see ``bytes_of``.
     """
@@ -348,7 +348,7 @@ def readable(value: Any) -> memoryview:
 
 
 def readable_pieces(values: Sequence[Any]) -> tuple[memoryview, ...]:
-    """The bytes of each of ``values``, which make one value together; raises InvalidRequest as ``readable``."""
+    """Return the bytes of each of ``values``, together one value; raises InvalidRequest as ``readable``."""
     if not 0 < len(values) <= MAX_PIECES:
         raise InvalidRequest(f"a value in {len(values)} pieces; 1 to {MAX_PIECES} are allowed")
     pieces: list[memoryview] = []
@@ -361,7 +361,7 @@ def readable_pieces(values: Sequence[Any]) -> tuple[memoryview, ...]:
 
 
 def writable(buffer: Any) -> Buffer:
-    """``buffer`` as the destination of a transfer. Raises InvalidRequest if it is read-only or not contiguous."""
+    """Return ``buffer`` as a transfer's destination. Raises InvalidRequest if it is read-only or not contiguous."""
     named = buffer if isinstance(buffer, Buffer) else Buffer(buffer)
     if named.read_only:
         raise InvalidRequest("the buffer to read into is read-only")

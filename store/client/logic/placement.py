@@ -1,4 +1,4 @@
-"""Where the client puts a value: on this host if a node lives here, else where the master says. Pure.
+"""Placement of values by the client: on a node of this host if there is one, else as the master advises. Pure.
 
 Several nodes of this host share the keys by rendezvous hashing: a key goes to the node with the highest hash of
 (node, key), so concurrent puts of one key from different clients meet at one node, and a node that leaves moves
@@ -19,23 +19,23 @@ import xxhash
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import NodeView
 
-#: A list of nodes, and the master's advice, is believed for so long, and up to so much longer: many clients that began
+#: Lifetime of a list of nodes, and of the master's advice, and its random extension: many clients that began
 #: together do not ask together for ever.
 NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
-#: A node whose host did not answer is connected to by nobody for so long: each would wait as long again.
+#: Seconds for which no call connects to a node whose host did not answer: each would wait the same time again.
 SILENT_PAUSE_S = 5.0
 #: Seconds for a suspect node (see ``suspect``) to answer a probe before each call.
 PROBE_S = 0.5
 #: Seconds for which other nodes are preferred to a suspect one, which only gets calls that cannot wait.
 AVOID_S = 5.0
-#: Names of nodes that are remembered, those that left included.
+#: Names of nodes that are remembered, including those that left.
 MAX_SEEN = 1 << 14
 #: Keys whose nodes a client remembers, in 20 MB; others are looked up at the master.
 MAX_LOCATIONS = 1 << 16
 
 
 class ListVersion(NamedTuple):
-    """The version of a list of nodes, as the master of that generation counts."""
+    """The version of a list of nodes, as counted by the master of that generation."""
 
     number: int = 0  # 0: there is no list
     generation: int = 0
@@ -45,7 +45,7 @@ _NO_VERSION = ListVersion()
 
 
 class NodeTable:
-    """The nodes as last listed. Safe to use from several threads: it is replaced, never changed."""
+    """The nodes as last listed. Thread-safe: it is replaced, never changed."""
 
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
@@ -59,7 +59,7 @@ class NodeTable:
         self._fresh_until_s = float("-inf")
         self._seen: set[PeerId] = set()
         self._silent_until_s: dict[PeerId, float] = {}
-        self._suspects: dict[PeerId, float] = {}  # until when others come before them
+        self._suspects: dict[PeerId, float] = {}  # end of the time in which others come before them
         self._avoided = frozenset[PeerId]()
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class NodeTable:
         self.confirm(now_s)
 
     def confirm(self, now_s: float) -> None:
-        """The master has no other list than the known one."""
+        """Record that the master's list equals the known one."""
         self._fresh_until_s = self._until_s(now_s)
         self._avoided = frozenset(node for node, until_s in self._suspects.copy().items() if now_s < until_s)
 
@@ -89,7 +89,7 @@ class NodeTable:
         return now_s + NODES_TTL_S + self._rng.random() * NODES_SPREAD_S
 
     def learn(self, nodes: Iterable[NodeView]) -> None:
-        """Add nodes that came with another answer."""
+        """Add nodes that arrived with another answer."""
         with self._lock:
             self._nodes = {**self._nodes, **{PeerId(node.id): node for node in nodes}}
             self._see(self._nodes)
@@ -101,31 +101,31 @@ class NodeTable:
             self._seen = set(nodes)
 
     def has_seen(self, node: PeerId) -> bool:
-        """Return whether there is such a node, or was one."""
+        """Return whether there is, or was, such a node."""
         return node in self._seen
 
     def is_fresh(self, now_s: float) -> bool:
-        """Return whether the list need not be asked for again."""
+        """Return whether the list is recent enough."""
         return now_s < self._fresh_until_s
 
     def expire(self) -> None:
-        """A node turned out to be gone: ask the master before the next choice."""
+        """Refresh the list before the next choice, as a node turned out to be gone."""
         self._fresh_until_s = float("-inf")
         self._advice.clear()
 
     def note_silent(self, node: PeerId, now_s: float) -> None:
-        """The host of ``node`` does not answer: nobody else shall wait for it for a while."""
+        """Record that the host of ``node`` does not answer: no other caller shall wait for it for a while."""
         self.suspect(node, now_s)
         self._silent_until_s[node] = now_s + SILENT_PAUSE_S
 
     def suspect(self, node: PeerId, now_s: float) -> None:
-        """``node`` did not answer a call in time: it is probed before the next, and others come first a while."""
+        """Record that ``node`` did not answer a call in time: it is probed before the next, and ranked last a while."""
         self._suspects[node] = now_s + AVOID_S
         self._avoided |= {node}
         self.expire()
 
     def answered(self, node: PeerId) -> None:
-        """``node`` gave a sign of life."""
+        """Record a sign of life of ``node``."""
         self._suspects.pop(node, None)
         self._avoided -= {node}
         self._silent_until_s.pop(node, None)
@@ -135,35 +135,35 @@ class NodeTable:
         return node in self._suspects
 
     def is_avoided(self, node: PeerId, now_s: float) -> bool:
-        """Return whether the node is suspect, and did not answer a moment ago."""
+        """Return whether the node is suspect, and failed to answer a moment ago."""
         return now_s < self._suspects.get(node, now_s)
 
     def trusted(self, nodes: Sequence[PeerId]) -> list[PeerId]:
-        """Those of ``nodes`` that are not avoided."""
+        """Return those of ``nodes`` that are not avoided."""
         return [node for node in nodes if node not in self._avoided]
 
     def trusted_first(self, nodes: Sequence[PeerId]) -> tuple[PeerId, ...]:
-        """The same nodes in their order, avoided ones behind the others."""
+        """Return the same nodes in their order, avoided ones last."""
         return tuple(sorted(nodes, key=self._avoided.__contains__) if self._avoided else nodes)
 
     def is_silent(self, node: PeerId, now_s: float) -> bool:
-        """Return whether the host of ``node`` did not answer a moment ago."""
+        """Return whether the host of ``node`` failed to answer a moment ago."""
         return now_s < self._silent_until_s.get(node, now_s)
 
     def get(self, node: PeerId) -> NodeView | None:
-        """The node, if it is known."""
+        """Return the node, if it is known."""
         return self._nodes.get(node)
 
     def all(self) -> list[NodeView]:
-        """All known nodes."""
+        """Return all known nodes."""
         return list(self._nodes.values())
 
     def ids(self) -> list[PeerId]:
-        """Ids of all known nodes."""
+        """Return the ids of all known nodes."""
         return list(self._nodes)
 
     def local_ids(self) -> frozenset[PeerId]:
-        """The nodes of this host."""
+        """Return the nodes of this host."""
         return self._local_ids
 
     @property
@@ -172,7 +172,7 @@ class NodeTable:
         return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
-        """The nodes of this host that could hold the value, best first; none that is avoided."""
+        """Return the nodes of this host that could hold the value, best first, without avoided ones."""
         local = self._local
         if len(local) > 1:
             digest = xxhash.xxh3_64_intdigest(key.encode())
@@ -187,7 +187,7 @@ class NodeTable:
         return fitting
 
     def spread(self, candidates: Sequence[PeerId]) -> list[PeerId]:
-        """The same nodes for several replicas: after the first, one on a new rack goes before one on a new host only.
+        """Reorder the nodes for several replicas: after the first, a new rack goes before a host that is only new.
 
         Example: a (rack 1, host 1), b (1, 1), c (1, 2), d (2, 3) becomes a, d, c, b.
         """
@@ -206,11 +206,11 @@ class NodeTable:
         return chosen
 
     def advise(self, size_bytes: int, nodes: Sequence[PeerId], now_s: float) -> None:
-        """What the master advised for values of about this size."""
+        """Take the master's advice for values of about this size."""
         self._advice[size_bytes.bit_length()] = (self._until_s(now_s), tuple(nodes))
 
     def advice(self, size_bytes: int, now_s: float) -> tuple[PeerId, ...] | None:
-        """The master's advice for values of about this size, if it is still fresh."""
+        """Return the master's advice for values of about this size, if it is still fresh."""
         entry = self._advice.get(size_bytes.bit_length())
         return entry[1] if entry is not None and now_s < entry[0] else None
 
@@ -222,14 +222,14 @@ def _mix(value: int) -> int:
 
 
 class LocationCache:
-    """Least recently used keys are forgotten first. Safe to use from several threads."""
+    """Cached holders of keys; least recently used keys are forgotten first. Thread-safe."""
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[str, tuple[PeerId, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: str) -> tuple[PeerId, ...]:
-        """The nodes that held ``key`` when that was last known, nearest first; none if it is unknown."""
+        """Return the last known holders of ``key``, nearest first; none if it is unknown."""
         with self._lock:
             nodes = self._nodes.get(key)
             if nodes is None:
@@ -238,7 +238,7 @@ class LocationCache:
             return nodes
 
     def set(self, key: str, nodes: tuple[PeerId, ...]) -> None:
-        """The master, or a put, says where ``key`` is."""
+        """Record the location of ``key`` from the master, or from a put."""
         with self._lock:
             self._nodes[key] = nodes
             self._nodes.move_to_end(key)
@@ -246,7 +246,7 @@ class LocationCache:
                 self._nodes.popitem(last=False)
 
     def discard(self, key: str, node: PeerId) -> None:
-        """``node`` turned out not to hold ``key``."""
+        """Record that ``node`` turned out not to hold ``key``."""
         with self._lock:
             nodes = self._nodes.get(key, ())
             if node in nodes:
@@ -257,7 +257,7 @@ class LocationCache:
                     del self._nodes[key]
 
     def forget(self, key: str) -> None:
-        """``key`` was removed."""
+        """Record that ``key`` was removed."""
         with self._lock:
             self._nodes.pop(key, None)
 

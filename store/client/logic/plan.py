@@ -1,16 +1,16 @@
-"""Which way a put takes: the one table of carriers and committers. Pure.
+"""The route of a put: the one table of carriers and committers. Pure.
 
-Every put is the same three steps: reserve memory at a node, fill it, commit the chunk at the master. A way differs in
-the *carrier* that brings the bytes, and in the *committer* that tells the master:
+Every put is the same three steps: reserve memory at a node, fill it, commit the chunk at the master. Routes differ in
+the *carrier* of the bytes, and in the *committer*, which informs the master:
 
     BUFFER    reserved in advance: the client copies the value into its write buffer in the node's memory
     INLINE    all three steps in one message: the value travels behind the request, and the node receives it in place
     TRANSFER  the node reserves a range, the transfer engine fills it, another message commits it
 
-    CLIENT    the client calls the master, while the bytes are on their way where it can
-    NODE      the node tells the master when it has the bytes, and answers then
+    CLIENT    the client calls the master, while the bytes are in transit if possible
+    NODE      the node notifies the master when it has the bytes, and then answers
 
-The CLIENT commits what goes by BUFFER, and the transfers marked with a star; the NODE all else.
+The CLIENT commits values that go by BUFFER, and the transfers marked with a star; the NODE all others.
 
                                   up to 64 KiB    up to 1 MiB    larger
     1 replica   memory mapped     BUFFER          BUFFER         TRANSFER*
@@ -20,8 +20,8 @@ The CLIENT commits what goes by BUFFER, and the transfers marked with a star; th
     2 and more  over tcp          INLINE          INLINE         TRANSFER
                 all others        INLINE          TRANSFER       TRANSFER
 
-So 200 KiB with two replicas over tcp go INLINE to each node, and the nodes commit. What else excludes a way (pins, a
-preferred node, several items, an earlier try that failed ...) is said at its row in ``plan``.
+So 200 KiB with two replicas over tcp go INLINE to each node, and the nodes commit. Other reasons that exclude a route
+(pins, a preferred node, several items, a failed earlier try ...) are at its row in ``plan``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_BUFFERED_TTL_S = 1e6
 
 
 class Carrier(Enum):
-    """What brings the bytes of a value to its node."""
+    """Means by which the bytes of a value reach their node."""
 
     INLINE = "inline"
     BUFFER = "buffer"
@@ -51,7 +51,7 @@ class Carrier(Enum):
 
 
 class Committer(Enum):
-    """Who tells the master of the chunk."""
+    """The party that commits the chunk at the master."""
 
     CLIENT = "client"
     NODE = "node"
@@ -60,18 +60,18 @@ class Committer(Enum):
 
 
 class Access(Enum):
-    """How this client reaches a node's memory."""
+    """This client's access to a node's memory."""
 
     MAPPED = "mapped"  # it is mapped here, and the node lives
     NEAR = "near"  # the node is on this host; its memory is mapped with the first message
     MESSAGES = "messages"  # over tcp: values up to 1 MiB may travel inside messages
-    ENGINE = "engine"  # over UCX or verbs, which larger values are wanted to move by
+    ENGINE = "engine"  # over UCX or verbs, the preferred transports of larger values
 
     __hash__ = object.__hash__  # see Carrier
 
 
 class Route(NamedTuple):
-    """The way of one value to one node."""
+    """The route of one value to one node."""
 
     carrier: Carrier
     committer: Committer
@@ -91,14 +91,14 @@ def plan(
     in_round: bool = False,
     in_pieces: bool = False,
 ) -> Route:
-    """The route of ``new`` to a node with that ``access``; the first row that fits.
+    """Return the route of ``new`` to a node with that ``access``; the first row that fits.
 
     ``several``: other items of the same put travel with it. ``in_round``: it travels in a round of the put, with others
-    or after a first try that failed. ``in_pieces``: the value does not lie in one piece.
+    or after a failed first try. ``in_pieces``: the value is not contiguous.
     """
     size, alone = new.size_bytes, new.replicas == 1
     # A small value goes into the write buffer: no process but the master's has to wake. There is one value, of one
-    # replica, that all see; a node that the caller prefers is asked itself.
+    # replica, that all see; a node preferred by the caller is called itself.
     if (
         access is Access.MAPPED
         and size <= MAX_BUFFERED_BYTES
@@ -110,20 +110,20 @@ def plan(
         and fits_record(new, options.part_bytes)
     ):
         return BUFFER
-    # A small value goes inside the request: one round trip, and the node copies little. Over a socket that brings even
-    # 1 MiB sooner than a reservation, a transfer and a commit do. Several such values go together by the transfer
+    # A small value goes inside the request: one round trip, and the node copies little. Over a socket that delivers
+    # even 1 MiB sooner than a reservation, a transfer and a commit. Several such values go together by the transfer
     # engine, which moves all of them at once and has them committed by one call.
     if size <= MAX_INLINE_BYTES or (access is Access.MESSAGES and size <= MAX_MESSAGE_BYTES and not several):
         return INLINE
     # Through mapped memory the bytes arrive within some milliseconds unless the node has ended, and then its pending
-    # commits end, too: the client may commit ahead (see ``joint_committer``). Of replicas each node tells for itself.
+    # commits end, too: the client may commit ahead (see ``joint_committer``). Each replica is reported by its own node.
     if access in (Access.MAPPED, Access.NEAR) and alone and options.visible:
         return TRANSFER
     return PLAIN_TRANSFER
 
 
 def fits_record(new: NewChunk, part_bytes: int) -> bool:
-    """Return whether the record of a write buffer can say all of ``new``; ``part_bytes``: of its checksums to come.
+    """Return whether a write buffer's record can express all of ``new``; ``part_bytes``: of its checksums to come.
 
     A hard pin needs the node's consent, a value in parts has more checksums than a record, and its key is bounded.
     """
@@ -138,11 +138,11 @@ def fits_record(new: NewChunk, part_bytes: int) -> bool:
 
 
 def joint_committer(routes: Collection[Route], num_nodes: int, *, by_mapping: bool) -> Committer:
-    """Who commits values that are transferred together, now that their ranges are reserved.
+    """Return the committer of values transferred together, once their ranges are reserved.
 
-    The client does if it may for every one of them, since one call speaks of one node and of all or none.
-    ``by_mapping``: all go through the mapped memory of a node that lives; a node may want its mapping left alone, and
-    bytes that come through a socket may take long.
+    The client commits if it may for every one of them, since one call covers one node and all values or none.
+    ``by_mapping``: all go through the mapped memory of a live node; a node may refuse the use of its mapping, and bytes
+    through a socket may take long.
     """
     may = num_nodes == 1 and by_mapping and all(route.committer is Committer.CLIENT for route in routes)
     return Committer.CLIENT if may else Committer.NODE

@@ -1,8 +1,8 @@
-"""How values are written: choose nodes, and bring every value to as many of them as it wants replicas. Pure.
+"""Writes: choose nodes, and bring every value to as many of them as it has replicas. Pure.
 
-The way of a value is that of ``store.client.logic.plan``. Items go through in bounded slices. Within a slice one
-*round* sends every item to as many of its candidates as it still lacks replicas; all nodes are asked at once, all
-transfers move as one batch. What failed goes into the next round with its next candidates. A single item goes to its
+``store.client.logic.plan`` chooses each value's route. Items are processed in bounded slices. Within a slice one
+*round* sends every item to as many of its candidates as it still lacks replicas; all nodes are called at once, all
+transfers move as one batch. Failed items enter the next round with their next candidates. A single item goes to its
 first candidate without the grouping of a round.
 """
 
@@ -39,21 +39,21 @@ from tanghulu.store.protocol.messages import PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import format_size
 
-#: One slice of put_many: what is reserved and in flight at once.
+#: One slice of put_many: values reserved and in flight at once.
 SLICE_BYTES = 64 << 20
 SLICE_ITEMS = 1024
 #: One PUT request with small values.
 INLINE_CALL_BYTES = 1 << 20
-#: Before a put that exceeded its tenant's quota everywhere is tried again.
+#: Pause before a put that exceeded its tenant's quota everywhere is retried.
 QUOTA_PAUSE_S = 0.02
-#: After these a put is tried on another node; other errors are its result.
+#: Errors after which a put is tried on another node; other errors are its result.
 _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overloaded)
 
 
 def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
-    """Put one item, the commonest call by far: alone at its first candidate, and if that fails in rounds.
+    """Put one item, by far the most frequent call: alone at its first candidate, and after a failure in rounds.
 
-    What a write buffer does not take goes to the node by another way, which tells what is wrong.
+    A value not accepted by a write buffer goes to the node by another route, which reports the reason.
     """
     nodes, new = context.nodes, op.new
     if not nodes.is_fresh(context.clock.now_s()):
@@ -88,7 +88,7 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
 
 
 def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
-    """Put every item; their ``status()`` then tells what became of each."""
+    """Put every item; ``status()`` of each then reports its outcome."""
     yield from directory_client.refresh_nodes(context, deadline)
     for batch in _slices(ops):
         yield from _put_in_buffers(context, deadline, batch, options)
@@ -102,7 +102,7 @@ def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options:
 
 
 def _put_in_buffers(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
-    """Put what goes into write buffers, node by node; the rest stays open."""
+    """Put items that fit into write buffers, node by node; the rest stays open."""
     by_node: dict[PeerId, list[PutOp]] = {}
     now_s, several = context.clock.now_s(), len(ops) > 1
     for op in ops:
@@ -117,7 +117,7 @@ def _put_in_buffers(context: Context, deadline: Deadline, ops: Sequence[PutOp], 
 
 
 def _finish(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
-    """Rounds until every item is done."""
+    """Run rounds until every item is done."""
     while open_ops := [op for op in ops if not op.done]:
         yield from _ask_again(deadline, open_ops)
         ready = [op for op in open_ops if not op.done]
@@ -128,7 +128,7 @@ def _finish(context: Context, deadline: Deadline, ops: Sequence[PutOp], options:
 
 
 def _try_newcomers(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
-    """Put what found no living node at those that the list of nodes did not have yet, if the master knows any."""
+    """Put items without a live node at nodes missing from the list so far, if the master has any."""
     lost = [op for op in ops if isinstance(op.error, NodeUnavailable) and not op.placed]
     if not lost:
         return
@@ -147,7 +147,7 @@ def _try_newcomers(context: Context, deadline: Deadline, ops: Sequence[PutOp], o
 
 
 def _ask_again(deadline: Deadline, ops: Sequence[PutOp]) -> Logic[None]:
-    """Retry items that failed only on their tenant's quota: what was written beside them can be evicted soon."""
+    """Retry items that failed only on their tenant's quota: values written beside them can be evicted soon."""
     waiting = [op for op in ops if op.over_quota and not op.candidates]
     if waiting and len(waiting) == len(ops) and deadline.remaining_s() > QUOTA_PAUSE_S:
         yield Sleep(QUOTA_PAUSE_S)
@@ -168,7 +168,7 @@ def _slices(ops: Sequence[PutOp]) -> Iterator[Sequence[PutOp]]:
 
 
 def _conclude(op: PutOp) -> None:
-    """An item is done with enough replicas, as a hit, with a final error, or without candidates."""
+    """Finish an item that has enough replicas, is a hit, has a final error, or has no candidates."""
     final_error = op.error is not None and not isinstance(op.error, _ELSEWHERE)
     exhausted = not (op.candidates or (op.over_quota and not op.placed))
     op.done = op.existed or len(op.placed) >= op.new.replicas or final_error or exhausted
@@ -198,7 +198,7 @@ def _choose_nodes(context: Context, ops: Sequence[PutOp], options: PutOptions) -
 
 
 def _require_known(context: Context, node: PeerId) -> Logic[None]:
-    """Raise InvalidRequest for the name of a node that never was one; a node that left may be preferred."""
+    """Raise InvalidRequest for an id that never was a node's; a departed node may be preferred."""
     if context.nodes.has_seen(node):
         return
     reply = yield from directory_client.call_master(messages.nodes())
@@ -221,7 +221,7 @@ def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tup
         return advice
     request = PlaceRequest(size_bytes, options.replicas, options.prefer_node or "", context.place)
     (answer,) = yield CallPeers([(MASTER, methods.PLACE.call(request))], waits=False)
-    if isinstance(answer, TanghuluError):  # choose by ourselves among those that we know
+    if isinstance(answer, TanghuluError):  # choose among the known nodes ourselves
         return tuple(context.nodes.ids())
     nodes: list[NodeView] = answer.message.nodes
     context.nodes.learn(nodes)
@@ -265,12 +265,12 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
             take_reservations(context, node, own, answer, fillings)
         if fillings:
             yield from transfer_all(context, deadline, fillings, options)
-    finally:  # a call that is given up, too, keeps no range
+    finally:  # an abandoned call keeps no range either
         end_reservations(context, fillings)
 
 
 def _put_call(ops: Sequence[PutOp], options: PutOptions, room_ms: int, master_ms: int) -> messages.AnyCall:
-    """PUT with the values of ``ops``, one behind the other."""
+    """Build the PUT with the values of ``ops``, concatenated."""
     news: list[NewChunk] = []
     pieces: list[memoryview] = []
     for op in ops:

@@ -1,8 +1,8 @@
 """Calls to the directory for the user: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
 
-Whoever waits for keys that others will put is answered by the master when they have been committed, so nothing is
-polled. A call waits for a part of the time only; that, a master that restarts, and another one that leads are all met
-by calling again.
+The master answers calls that wait for others' puts when the keys have been committed, so nothing is polled. A call
+waits for a part of the time only; that, a restarting master, and a change of the leader are all handled by calling
+again.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from tanghulu.store.protocol.types import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
 KEYS_PER_CALL = 8192
-#: Of a listing.
+#: Keys on a page of a listing.
 MAX_LIMIT = 1 << 62
 #: match_prefix asks this many keys first, then doubles: short matches stay cheap.
 _FIRST_PREFIX_STEP = 1024
-#: What is left of a waiting call's time for its answer to come back; the master counts its time in steps of 0.05 s.
+#: Part of a waiting call's time reserved for its answer to come back; the master's clock has steps of 0.05 s.
 _SLACK_S = 0.1
-#: Before the deadline the master is asked for the last time: it answers at once.
+#: Time before the deadline of the last call to the master, which is answered at once.
 _LAST_S = 0.02
-#: One call waits so long at one of several owners, of which less than this is waited for one that stands still.
+#: Wait of one call at one of several owners, of which less than this is spent on a stalled one.
 OWNER_WAIT_S = ATTEMPT_S * 2 / 3
-#: Between two tries while no master answers, or while too many wait there.
+#: Pause between two tries while no master answers, or while too many callers wait there.
 _WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
-#: For so long a removal asks the master again about a holder that cannot be reached: a master may be lost with it, and
-#: its successor waits for nodes as long as their leases last. The pauses between two times, at first and at most.
+#: Seconds during which a removal asks the master again about an unreachable holder: a master may be lost with it, and
+#: its successor waits for nodes until their leases expire. The first and the longest pause between two tries.
 GONE_S = 10.0
 _GONE_PAUSE_S, _GONE_MOST_S = 0.02, 0.5
 
 
 def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-    """For each key whether a live node holds it; the location cache is never asked."""
+    """Return for each key whether a live node holds it, without the location cache."""
     validate_keys(keys)
     found: list[bool] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
@@ -77,7 +77,7 @@ def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
-    """How many keys from the first on exist without a gap."""
+    """Return the number of leading keys that exist without a gap."""
     matched, step = 0, _FIRST_PREFIX_STEP
     while matched < len(keys):
         part = keys[matched : matched + step]
@@ -90,9 +90,9 @@ def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> L
 
 
 def wait_for(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
-    """Wait until all of ``keys`` are stored, or until the deadline; for each whether it is there.
+    """Wait until all of ``keys`` are stored, or until the deadline; return for each whether it is.
 
-    Raises MasterUnavailable or Overloaded if it was never answered.
+    Raises MasterUnavailable or Overloaded if no call was answered.
     """
     validate_keys(keys)
     yield from report_reads(context)
@@ -133,7 +133,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
 def list_keys(
     context: Context, deadline: Deadline, prefix: str, limit: int | None = None, after: str = ""
 ) -> Logic[list[KeyInfo]]:
-    """All keys that begin with ``prefix`` and come behind ``after``, in order; at most ``limit``."""
+    """Return all keys with ``prefix`` that sort behind ``after``, in order; at most ``limit``."""
     prefix = text("prefix", prefix)
     if after:
         validate_key(after)
@@ -152,7 +152,7 @@ def list_keys(
 
 
 def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
-    """Drop the chunks on all their holders; for each key whether there was one, or why a holder could not drop it."""
+    """Drop the chunks on all their holders; return for each key whether there was one, or its holder's error."""
     removed: list[bool | TanghuluError] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
         removed += yield from _remove(context, deadline, keys[start : start + KEYS_PER_CALL])
@@ -160,10 +160,10 @@ def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
-    """``remove`` of some keys. The master is asked again for those whose holder could not be reached.
+    """``remove`` of some keys. The master is asked again for those whose holder was unreachable.
 
-    A holder may leave between the look-up and the call; then the master names it no more, and what a drain has moved
-    it finds elsewhere. A holder that it still names GONE_S later is the key's outcome.
+    A holder may leave between the look-up and the call; then the master no longer names it, and it finds chunks moved
+    by a drain elsewhere. A holder still named GONE_S later is the key's outcome.
     """
     removed: list[bool | TanghuluError] = [False] * len(keys)
     left: list[int] = []
@@ -193,10 +193,10 @@ def _remove_once(
     wanted: Sequence[int],
     removed: list[bool | TanghuluError],
 ) -> Logic[dict[int, NodeUnavailable]]:
-    """Drop those of ``keys`` whose indexes are ``wanted``; returns those of which a holder could not be reached.
+    """Drop those of ``keys`` whose indexes are ``wanted``; return those with an unreachable holder.
 
-    ``removed`` takes the answers of the other holders. The holders named are all there will be: once a version has been
-    located to be removed, the master admits no copy of it, so one that is under way comes to nothing.
+    ``removed`` takes the answers of the other holders. The holders named are final: once a version has been located for
+    removal, the master admits no copy of it, so a copy in progress comes to nothing.
     """
     wanted_keys = [keys[index] for index in wanted]
     holders, incomplete = yield from directory_client.locate(context, deadline, wanted_keys, removing=True)
@@ -227,9 +227,9 @@ def _remove_once(
 
 
 def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic[int]:
-    """Remove every key that ``pattern`` (a regular expression) is found in; how many there were.
+    """Remove every key that ``pattern`` (a regular expression) matches anywhere; return their number.
 
-    Raises DirectoryIncomplete while a master that is rebuilding cannot list all keys.
+    Raises DirectoryIncomplete while a rebuilding master cannot list all keys.
     """
     if not text("pattern", pattern):
         raise InvalidRequest("an empty pattern would remove every key; to remove every key, say '^'")
@@ -261,7 +261,7 @@ def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
 
 
 def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
-    """What the store knows of the chunk; raises ChunkNotFound, or DirectoryIncomplete of a rebuilding master."""
+    """Return the store's description of the chunk; raises ChunkNotFound, or DirectoryIncomplete while rebuilding."""
     (nodes,), incomplete = yield from directory_client.locate(context, deadline, [validate_key(key)])
     failure: TanghuluError | None = None
     holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
@@ -280,7 +280,7 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
 
 
 def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
-    """What ``node`` knows of the chunk; raises ChunkNotFound, or why it cannot be asked."""
+    """Return the description by ``node`` of the chunk; raises ChunkNotFound, or the failure of the call."""
     (outcome,) = yield CallPeers([(PeerId(node), messages.node_stat(validate_key(key)))])
     if isinstance(outcome, TanghuluError):
         raise outcome
@@ -295,14 +295,14 @@ def _located(info: ChunkInfo, key: str, nodes: tuple[str, ...]) -> ChunkInfo:
 
 
 def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
-    """The node's eviction policy, after switching to ``name`` unless that is empty."""
+    """Return the node's eviction policy, after switching to ``name`` unless that is empty."""
     reply = yield from call_node(context, node, methods.EVICTION.call(EvictionPolicy(name)))
     policy: EvictionPolicy = reply.message
     return policy.name
 
 
 def call_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
-    """One call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
+    """Make one call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
     if text("node", node) not in context.nodes.ids():
         known = yield from leaders_nodes(context)
         if all(view.id != node for view in known):
@@ -315,13 +315,13 @@ def call_node(context: Context, node: str, call: messages.AnyCall) -> Logic[mess
 
 
 def leaders_nodes(context: Context) -> Logic[list[NodeView]]:
-    """All nodes as the leader lists them: of several masters it counts the chunks of its own keys only."""
+    """Return all nodes as listed by the leader: one of several masters counts the chunks of its own keys only."""
     reply = yield from directory_client.call_master(messages.nodes())
     return directory_client.take_nodes(context, reply)
 
 
 def nodes(context: Context, deadline: Deadline, *, waits: bool = True) -> Logic[list[NodeView]]:
-    """All nodes, asked anew; chunks and drains are counted over all masters. ``waits``: see CallPeers."""
+    """Request all nodes anew; chunks and drains are counted over all masters. ``waits``: see CallPeers."""
     reply = yield from directory_client.call_master(messages.nodes(), waits=waits)
     views = directory_client.take_nodes(context, reply)
     if not reply.message.of_part:

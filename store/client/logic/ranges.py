@@ -1,7 +1,7 @@
-"""What one get asks for: a key, a part of its value, and where it goes; and what has to be read for that. Pure.
+"""The request of one get: a key, a part of its value, and a destination; and the span to read for it. Pure.
 
 Checksums cover runs of ``part_bytes``. So a range is read with the parts around it, which are verified; a value with a
-single checksum is read whole. Example: parts of 4 bytes, bytes [5, 7) are wanted: [4, 8) is read and compared with the
+single checksum is read whole. Example: parts of 4 bytes, requested bytes [5, 7): [4, 8) is read and compared with the
 second checksum, and the caller gets the middle of it.
 """
 
@@ -21,7 +21,7 @@ from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
 
-#: No value is longer.
+#: Longest possible value.
 MAX_VALUE_BYTES = (1 << 44) - 1
 
 
@@ -33,10 +33,10 @@ class Range(NamedTuple):
 
 
 class Proof(Protocol):
-    """What shows a whole value to be right by itself, at the price of one look at its bytes as they come."""
+    """Verification of a whole value by itself, at the price of one pass over its bytes as they arrive."""
 
     def begin(self) -> None:
-        """The value comes now, perhaps once more."""
+        """Start over: the value arrives now, perhaps not for the first time."""
 
     def add(self, piece: memoryview) -> None:
         """See ``Digest`` of the transfer engine."""
@@ -45,15 +45,15 @@ class Proof(Protocol):
         """See ``Digest``."""
 
     def holds(self) -> bool:
-        """Return whether what has arrived is right. If not, the checksums say whether it is at least what was put."""
+        """Return whether the received bytes are right. If not, the checksums decide whether they match the put."""
 
 
 @dataclass(slots=True)
 class GetOp:
-    """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set.
+    """One key to read, into ``buffer``, or into a Chunk if that is None. Done when ``result`` is set.
 
-    ``part`` None: all of the value. ``pieces`` are several buffers that it goes to; a value that moves goes there at
-    once, and one that came with an answer is a Chunk first, for ``scatter_result``.
+    ``part`` None: all of the value. ``pieces`` are several destination buffers; a moved value goes there at once, and
+    an inline one is a Chunk first, for ``scatter_result``.
     """
 
     key: str
@@ -64,22 +64,22 @@ class GetOp:
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False
-    listed: bool = False  # the master named holders when it was asked last
-    num_late: int = 0  # how often they had not got it yet
-    late_s: float = 0.0  # when that was so first
+    listed: bool = False  # the master named holders in its last answer
+    num_late: int = 0  # number of times that they lacked it
+    late_s: float = 0.0  # time of the first one
     num_expired: int = 0
     failure: TanghuluError | None = None
     result: Chunk | int | TanghuluError | None = None
 
     def come_again(self) -> None:
-        """The holders that the master names had not got the key; the master is asked once more."""
+        """Ask the master once more, as the holders it named lacked the key."""
         self.located = False
         self.num_late += 1
         self.tried.clear()
 
 
 def too_small(op: GetOp, size_bytes: int) -> bool:
-    """Return whether the caller's buffer cannot take the value; that is then the result."""
+    """Return whether the caller's buffer is too small for the value; that is then the result."""
     assert op.buffer is not None
     if size_bytes <= op.buffer.size_bytes:
         return False
@@ -90,7 +90,7 @@ def too_small(op: GetOp, size_bytes: int) -> bool:
 
 
 def make_range(offset: int, length: int | None) -> Range | None:
-    """The range, checked; None is the whole value. Raises InvalidRequest."""
+    """Return the checked range; None is the whole value. Raises InvalidRequest."""
     offset = whole("offset", offset, 0, MAX_VALUE_BYTES)
     if length is not None:
         length = whole("length", length, 1, MAX_VALUE_BYTES)
@@ -98,7 +98,7 @@ def make_range(offset: int, length: int | None) -> Range | None:
 
 
 def wanted_span(op: GetOp, size_bytes: int) -> tuple[int, int] | None:
-    """(begin, end) of what the caller gets of a value of that size; None: nothing, the result says why."""
+    """Return (begin, end) of the caller's part of a value of that size; None: nothing, the result has the reason."""
     if op.part is None:
         begin, end = 0, size_bytes
     else:
@@ -118,13 +118,13 @@ def wanted_span(op: GetOp, size_bytes: int) -> tuple[int, int] | None:
 
 
 def covering_span(op: GetOp, size_bytes: int, checksums: Checksums) -> tuple[int, int] | None:
-    """(begin, end) of what has to be read for it."""
+    """Return (begin, end) of the bytes to read for it."""
     span = wanted_span(op, size_bytes)
     return None if span is None else sums.covering(checksums, size_bytes, *span)
 
 
 def deliver(op: GetOp, version: int, size_bytes: int, begin: int, value: bytes | memoryview) -> None:
-    """``value``, verified, is the part of the chunk that begins at ``begin``: give the caller what it wants of it."""
+    """Deliver the caller's part of ``value``, the verified part of the chunk that begins at ``begin``."""
     span = wanted_span(op, size_bytes)
     if span is None:
         return
@@ -137,7 +137,7 @@ def deliver(op: GetOp, version: int, size_bytes: int, begin: int, value: bytes |
 
 
 def scatter(chunk: Chunk, buffers: Sequence[Buffer]) -> int:
-    """The chunk's bytes into ``buffers``, one filled behind the other; how many. Raises InvalidRequest."""
+    """Copy the chunk's bytes into ``buffers``, filled in order; return their number. Raises InvalidRequest."""
     room = sum(buffer.size_bytes for buffer in buffers)
     if chunk.size_bytes > room:
         raise InvalidRequest(f"{chunk.key!r} has {chunk.size_bytes} bytes, the buffers to read into only {room}")
@@ -151,7 +151,7 @@ def scatter(chunk: Chunk, buffers: Sequence[Buffer]) -> int:
 
 
 def scatter_result(op: GetOp) -> None:
-    """Copy the chunk that ``op`` got into its pieces, and close it; the result becomes its size or an error."""
+    """Copy the chunk of ``op`` into its pieces, and close it; the result becomes its size or an error."""
     if isinstance(op.result, Chunk):
         with op.result as chunk:
             try:

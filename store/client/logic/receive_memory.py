@@ -1,8 +1,8 @@
-"""Memory for values that are copied to this client: large pieces are used again when nobody refers to them any more.
+"""Memory for values copied to this client: large pieces are reused when no references are left.
 
 Fresh memory costs as much as the copy: the kernel clears each of its pages at the first touch (16 MiB: 4,096 page
-faults, 3 ms and more). A piece comes back when the last array, view or tensor of it goes. What lies idle is bounded,
-and is the kernel's to take under pressure (MADV_FREE): a page that was not taken meanwhile is there without a fault.
+faults, 3 ms and more). A piece returns when its last array, view or tensor is dropped. Idle memory is bounded, and
+available to the kernel under pressure (MADV_FREE): a page not taken meanwhile is reused without a fault.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-#: Smaller values come from the heap, which uses its memory again by itself.
+#: Smaller values come from the heap, which reuses its memory by itself.
 MIN_BYTES = 1 << 20
-#: What a client keeps for the next values.
+#: Bytes kept by a client for the next values.
 MAX_IDLE_BYTES = 512 << 20
-#: A piece has one of eight sizes between two powers of two: at most an eighth of it is not used.
+#: A piece has one of eight sizes between two powers of two: at most an eighth of it is unused.
 _STEPS_LOG2 = 3
 _HUGE_BYTES = 4 << 20
 
@@ -37,7 +37,7 @@ class ReceiveMemory:
         self._idle: dict[int, deque[_Area]] = {}
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Writable memory of ``num_bytes``, holding anything; its own while something refers to the array."""
+        """Return writable memory of ``num_bytes``, with undefined contents, reserved while the array is referenced."""
         if num_bytes < MIN_BYTES:
             return np.empty(num_bytes, np.uint8)
         size = piece_bytes(num_bytes)
@@ -48,7 +48,7 @@ class ReceiveMemory:
         return np.asarray(_Lent(self, area, num_bytes))
 
     def give_back(self, area: _Area) -> None:
-        """Take back memory that nobody refers to. Beyond the bound, pieces of other sizes go first, then this one."""
+        """Take back unreferenced memory. Beyond the bound, pieces of other sizes are released first, then this one."""
         size = len(area.mapping)
         others = [idle for other, idle in list(self._idle.items()) if other != size]
         while self.idle_bytes + size > self._max_idle_bytes:
@@ -62,7 +62,7 @@ class ReceiveMemory:
 
     @property
     def idle_bytes(self) -> int:
-        """What is kept for the next values."""
+        """Bytes kept for the next values."""
         return sum(size * len(idle) for size, idle in list(self._idle.items()))
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class ReceiveMemory:
 
 
 class _Lent:
-    """A piece while somebody refers to it, as numpy's array interface."""
+    """A lent piece, while references to it exist, as numpy's array interface."""
 
     __slots__ = ("__array_interface__", "_area", "_owner")
 
@@ -90,7 +90,7 @@ class _Lent:
 
 
 def piece_bytes(num_bytes: int) -> int:
-    """The size of the piece for a value: 16 MiB for 16 MiB, 18 MiB for 16 MiB and a byte."""
+    """Return the size of the piece for a value: 16 MiB for 16 MiB, 18 MiB for 16 MiB and a byte."""
     step = 1 << max(12, (num_bytes - 1).bit_length() - 1 - _STEPS_LOG2)
     return -(-num_bytes // step) * step
 

@@ -1,7 +1,7 @@
 """The write buffers of one client: ranges of nodes' memory that it fills with values and records. Pure.
 
 A node gives one to a client of its host that puts often; the layout and its guarantees are those of
-``store.protocol.write_buffer``. Here is what the client knows of them: the open ones, and when to ask for another.
+``store.protocol.write_buffer``. This is the client's side: the open buffers, and when to request another.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from tanghulu.store.client.logic.effects import NodeLink, PeerId
 from tanghulu.store.protocol.shared_index import IndexReader
 from tanghulu.store.protocol.write_buffer import BufferPlace, BufferWriter
 
-#: A write buffer is asked for when two puts come within that time.
+#: A write buffer is requested when two puts come within that time.
 OFTEN_S = 1.0
-#: A node that had none to give is not asked again before that, unless for smaller values.
+#: A node that had none to give is not asked again within this time, except for smaller values.
 REFUSED_S = 0.1
-#: How much of a new write buffer is mapped at once, for the small values that will lie there.
+#: Part of a new write buffer that is mapped at once, for the first small values.
 TOUCHED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedNode:
-    """A node of this host whose memory is mapped, with its shared index; ``generation``: which of its runs that is."""
+    """A node of this host with mapped memory and its shared index; ``generation`` identifies the node's run."""
 
     link: NodeLink
     index: IndexReader
@@ -35,19 +35,19 @@ class OpenWriteBuffers:
     def __init__(self) -> None:
         self._open: dict[PeerId, BufferWriter] = {}
         self._last_s: dict[PeerId, float] = {}
-        self._refused: dict[PeerId, tuple[float, int]] = {}  # until when, for values from how many bytes on
+        self._refused: dict[PeerId, tuple[float, int]] = {}  # until when, for values of at least this many bytes
 
     def reserve(self, node: PeerId, size_bytes: int) -> tuple[BufferWriter, int] | None:
-        """The open write buffer at ``node`` and the place for a value of that size in it; None if there is none."""
+        """Reserve room for a value of that size in the open write buffer at ``node``; None if there is none."""
         buffer = self._open.get(node)
         place = None if buffer is None else buffer.begin(size_bytes)
         return None if buffer is None or place is None else (buffer, place)
 
     def may_ask(self, node: PeerId, size_bytes: int, now_s: float, *, often: bool) -> bool:
-        """Return whether to ask ``node`` for a write buffer for values of that size now; counts as asked.
+        """Return whether to request a write buffer from ``node`` for values of that size now; counts as requested.
 
-        ``often``: this put alone has several values. A write buffer whose node is only behind with reading its records
-        is not replaced: a call makes the node read them. A closed one is left at once, a full one when it is replaced.
+        ``often``: this put alone has several values. A write buffer whose node only lags in reading its records is not
+        replaced: a call makes the node read them. A closed one is left at once, a full one when it is replaced.
         """
         buffer = self._open.get(node)
         if buffer is not None:
@@ -63,11 +63,11 @@ class OpenWriteBuffers:
         return True
 
     def refused(self, node: PeerId, size_bytes: int, now_s: float) -> None:
-        """The node has none for values of that size."""
+        """Record that the node has none for values of that size."""
         self._refused[node] = now_s + REFUSED_S, size_bytes
 
     def opened(self, node: PeerId, link: NodeLink, place: BufferPlace) -> None:
-        """The node has given a write buffer; it is ignored where it is not inside memory that may be written."""
+        """Take the node's new write buffer, unless it lies outside writable memory."""
         view = link.remote.map_writable()
         if view is None or place.end > len(view):
             return
@@ -78,13 +78,13 @@ class OpenWriteBuffers:
             before.leave()
 
     def forget(self, node: PeerId) -> None:
-        """The node's memory is not mapped any more, or another process took its place."""
+        """Forget the node: its memory is no longer mapped, or another process took its place."""
         buffer = self._open.pop(node, None)
         if buffer is not None:
             buffer.leave()
 
     def close(self) -> None:
-        """The client is closed: leave all write buffers."""
+        """Leave all write buffers, as the client is closed."""
         for node in list(self._open):
             self.forget(node)
 

@@ -1,1 +1,1 @@
-"""The directory without I/O: which node holds which key, who waits for a key, what followers are told."""
+"""The directory without I/O: the holders of keys, calls waiting for keys, and the events for followers."""

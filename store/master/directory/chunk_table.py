@@ -2,21 +2,21 @@
 
 Why it is small. A key with one holder costs its string, one dict entry and one int, which packs ``version (64 bits) |
 size (44) | holder (21)``. A *holder* is the number of an inventory (see ``inventories``; 20 bits) and whether the chunk
-lies in its node's memory or, colder, on its SSD. Further holders of the key stand above the version, 22 bits each, one
-more than their number, so that 0 ends them.
+is in its node's memory or, colder, on its SSD. Further holders of the key are above the version, 22 bits each, one more
+than their number, so that 0 ends them.
 
-Strings and ints alone are in these dicts, so that the garbage collector never looks at them.
+These dicts contain strings and ints only, so the garbage collector never visits them.
 
-Why it never stands still. A dict that is full is copied into a larger one in one step, so the keys of a range lie in
-NUM_PARTS of them, by the high bits of their hash (see ``parted_dict``; its methods are written out here, where each
-costs as much as the rest of a look-up). What a lost node held is swept key by key.
+Why it never stalls. A full dict is copied into a larger one in one step, so the keys of a range are in NUM_PARTS of
+them, by the high bits of their hash (see ``parted_dict``; its methods are inlined here, where each costs as much as the
+rest of a look-up). A lost node's entries are swept key by key.
 
-Whoever has to see all keys walks over them part by part, in steps; only listings need an order, which is made for them
+To visit all keys, callers walk over them part by part, in steps; only listings need an order, which is made for them
 (see ``key_order``).
 
-Worked example: node A (inventory 0) and B (inventory 1) hold "k" at version 7, 4096 bytes: the entry of "k" is
-``2 << 129 | 7 << 65 | 4096 << 21 | 0``. A goes: inventory 0 is GONE, ``find("k")`` says B. The sweep comes by: the
-entry becomes ``7 << 65 | 4096 << 21 | 1``.
+Worked example: node A (inventory 0) and B (inventory 1) hold "k" at version 7, 4096 bytes: the entry of "k" is ``2 <<
+129 | 7 << 65 | 4096 << 21 | 0``. A leaves: inventory 0 is GONE, ``find("k")`` returns B. After the sweep the entry is
+``7 << 65 | 4096 << 21 | 1``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VERSION_SHIFT = _HOLDER_BITS + _SIZE_BITS
 _VERSION_MASK = (1 << 64) - 1
 _MORE_SHIFT = _VERSION_SHIFT + 64
 _MORE_BITS = _HOLDER_BITS + 1
-#: An entry that is less has one holder.
+#: A smaller entry has one holder.
 _SEVERAL = 1 << _MORE_SHIFT
 
 
@@ -58,7 +58,7 @@ class Outcome(Enum):
 class FoundChunk(NamedTuple):
     """One key: its version, its size in bytes and the ids of the live nodes that hold it.
 
-    The first ``num_warm`` of them have it in memory, the others on their SSD; of each the first holder first.
+    The first ``num_warm`` of them have it in memory, the others on their SSD; each group is in order of arrival.
     """
 
     version: int
@@ -68,7 +68,7 @@ class FoundChunk(NamedTuple):
 
 
 class DirectoryTable:
-    """Which inventories hold which key. The inventories are of all tables of a master, and so is the order of keys."""
+    """Inventories by key. The inventories belong to all tables of a master, and so does the order of keys."""
 
     __slots__ = ("_counts", "_first_part", "_num_keys", "_order", "_owners", "_states", "parts")
 
@@ -81,15 +81,15 @@ class DirectoryTable:
         self._states, self._owners, self._counts = inventories.states, inventories.owners, inventories.counts
 
     def __len__(self) -> int:
-        """Number of keys, those that wait for the sweep included."""
+        """Number of keys, including those waiting for the sweep."""
         return self._num_keys
 
     # --- chunks
 
     def add(self, inventory: InventoryId, key: str, version: int, size_bytes: int, *, cold: bool = False) -> Outcome:
-        """Enter that ``inventory``'s node holds ``key`` at ``version``; the first version that lives wins.
+        """Record that ``inventory``'s node holds ``key`` at ``version``; the first live version wins.
 
-        ``cold``: on its SSD, and not in its memory.
+        ``cold``: on its SSD, not in its memory.
         """
         assert 0 <= size_bytes <= _SIZE_MASK
         assert 0 <= version < 1 << 64
@@ -108,7 +108,7 @@ class DirectoryTable:
         if holder in holders and old_version == version:
             return Outcome.KEPT
         owner = self._owner(holder)
-        # Traces of other nodes' REPLACED inventories stay, dead as they are: the sweep has yet to tell the followers.
+        # Traces of other nodes' REPLACED inventories stay, though dead: the sweep has yet to report them to followers.
         others = [h for h in holders if self._owner(h) != owner and self._state(h) is not InventoryState.GONE]
         mine = any(self._state(h) is InventoryState.LIVE and self._owner(h) == owner for h in holders)
         if old_version == version:
@@ -122,7 +122,7 @@ class DirectoryTable:
         return Outcome.KEPT if mine else Outcome.STORED
 
     def remove(self, node_id: str, key: str, version: int) -> bool:
-        """Enter that ``node_id`` does not hold ``key`` at ``version`` any more.
+        """Record that ``node_id`` no longer holds ``key`` at ``version``.
 
         Returns whether a follower may believe that it does. Another version of the key stays.
         """
@@ -138,7 +138,7 @@ class DirectoryTable:
         return is_reported
 
     def find(self, key: str) -> FoundChunk | None:
-        """The chunk and its live holders; None if there are none."""
+        """Return the chunk and its live holders; None if there are none."""
         entry = self.parts[hash(key) >> PART_SHIFT].get(key)
         if entry is None:
             return None
@@ -169,7 +169,7 @@ class DirectoryTable:
         return entry is not None and inventory in inventories_of(entry)
 
     def add_report(self, inventory: InventoryId, entries: Iterable[tuple[str, int, int, int]]) -> list[Outcome]:
-        """``add`` many (key, version, size in bytes, whether it is cold), as quickly as it can be done.
+        """``add`` many (key, version, size in bytes, whether it is cold), as fast as possible.
 
         Most keys of a report are new to a table that is rebuilt.
         """
@@ -192,22 +192,22 @@ class DirectoryTable:
     # --- all keys
 
     def take_all(self) -> list[dict[str, int]]:
-        """Begin anew without any key; returns the parts as they were, whose entries count until ``uncount``."""
+        """Restart without any key; return the former parts, whose entries count until ``uncount``."""
         before, self.parts = self.parts, [{} for _ in range(NUM_PARTS)]
         self._num_keys = 0
         self._order.replace(self._first_part, self.parts)
         return before
 
     def walk(self) -> Iterator[str]:
-        """All keys in no order, dead ones included, to be taken in steps; the table may change in between.
+        """Yield all keys unordered, dead ones included, to be taken in steps; the table may change in between.
 
-        A key that is there from the beginning to the end comes once.
+        A key that exists from beginning to end comes once.
         """
         for part in filter(None, self.parts):
             yield from list(part)
 
     def clean(self, key: str) -> Iterable[str]:
-        """Take dead inventories out of the entry of ``key``; returns the nodes of which followers are to be told."""
+        """Remove dead inventories from the entry of ``key``; return the nodes to report to followers."""
         entry = self._part(key).get(key)
         if entry is None or (entry < _SEVERAL and self._states[entry & _INVENTORY_MASK] is InventoryState.LIVE):
             return ()
@@ -248,7 +248,7 @@ class DirectoryTable:
                 (self._order.added if after else self._order.removed)(self._first_part + number % NUM_PARTS, key)
 
     def check(self) -> list[int]:
-        """Assert that keys are in their parts and held once by a node; returns the inventories that hold them."""
+        """Assert that keys are in their parts and held once by a node; return the inventories that hold them."""
         assert self._num_keys == sum(map(len, self.parts))
         held: list[int] = []
         for part in filter(None, self.parts):
@@ -269,13 +269,13 @@ class DirectoryTable:
 
 
 def uncount(entry: int, counts: list[int]) -> None:
-    """Take an entry of a table that is no more out of the inventories' ``counts``."""
+    """Subtract an entry of a discarded table from the inventories' ``counts``."""
     for holder in (entry,) if entry < _SEVERAL else _unpacked(entry)[2]:
         counts[holder & _INVENTORY_MASK] -= 1
 
 
 def inventories_of(entry: int) -> list[int]:
-    """The inventories that an entry names."""
+    """Return the inventories named by an entry."""
     return [holder & _INVENTORY_MASK for holder in _unpacked(entry)[2]]
 
 
@@ -287,7 +287,7 @@ def _packed(version: int, size_bytes: int, holders: Sequence[int]) -> int:
 
 
 def _unpacked(entry: int) -> tuple[int, int, tuple[int, ...]]:
-    """Version, size in bytes and holders."""
+    """Return version, size in bytes and holders."""
     holders, more = [entry & _HOLDER_MASK], entry >> _MORE_SHIFT
     while more:
         holders.append((more & (1 << _MORE_BITS) - 1) - 1)

@@ -1,19 +1,19 @@
-"""The directory of one range of keys: which node holds which key, as the nodes announce it. Pure: events in, data out.
+"""The directory of one range of keys: the holders announced by nodes. Pure: events in, data out.
 
-The node is the truth about what it holds; this is its mirror, rebuilt from reports when the master is new. Owns the
-range's chunk table, its pending commits, its tombstones, and how many of its slots are known. Which nodes there are,
-which inventory is a node's own, and what followers are told is ``ranges``' business. Knows no lease, socket or clock.
+The node is the truth about its chunks; this is its mirror, rebuilt from reports when the master is new. Owns the
+range's chunk table, its pending commits, its tombstones, and the number of its known slots. The set of nodes, each
+node's inventories and the events for followers belong to ``ranges``. Has no lease, socket or clock.
 
-Rules of what a registered node announces of a key:
+Rules for a registered node's announcements about a key:
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
-- of two versions the older one stays: a put that no master has confirmed is not decided (the node asks again) as long
-  as its key may have a chunk that has yet to be reported; what a predecessor has confirmed counts at once;
-- a removal names the version: one that is told twice does not touch what was put meanwhile;
+- of two versions the older one stays: a put not confirmed by any master is undecided (the node asks again) while its
+  key may have a chunk that has yet to be reported; chunks confirmed by a predecessor count at once;
+- a removal names the version: a repeated one does not touch later puts;
 - a deleted version leaves a tombstone, and so does one that a client is about to remove: a node that was cut off and
   comes back with it, or has copied it meanwhile, gets accepted=False;
-- what a client has committed (see pending_commits) counts as announced till its node speaks; others ask again till
-  then. The node retracts that version only, and only while its commit is pending.
+- a client's commit (see pending_commits) counts as announced until its node announces it; others ask again until then.
+  The node retracts that version only, and only while its commit is pending.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tanghulu.store.protocol.announcements import ChunkEntry, Removal
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
-#: Tombstones of a range; beyond it the oldest goes.
+#: Tombstones of a range; beyond it the oldest is dropped.
 MAX_TOMBSTONES = 1 << 10
 
 
 class StaleHolder(NamedTuple):
-    """A node that still holds a chunk which was removed at another node."""
+    """A node that still holds a chunk removed at another node."""
 
     node_id: str
     key: str
@@ -45,8 +45,8 @@ class StaleHolder(NamedTuple):
 
 
 class Directory:
-    """The keys of the range ``number``; see the module. ``changes`` collects, of one announcement of a node, for each
-    key whether followers must now think that the node holds it.
+    """The keys of the range ``number``; see the module. ``changes`` collects, for one node's announcement, whether
+    followers must now believe that the node holds each key.
     """
 
     __slots__ = ("_tombstones", "number", "pending_commits", "rebuild", "table")
@@ -59,14 +59,14 @@ class Directory:
         self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()  # keys and versions
 
     def forget(self) -> list[dict[str, int]]:
-        """Begin anew with nothing; returns the parts of the table, which are to be swept."""
+        """Restart empty; return the parts of the table, which are to be swept."""
         self.rebuild, self.pending_commits, self._tombstones = Rebuild(self.number), PendingCommits(), OrderedDict()
         return self.table.take_all()
 
     # --- announcements of nodes
 
     def put_in(self, inventory: InventoryId, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool | None:
-        """Enter a chunk; returns whether it stands. None: that is not known yet, the node is to ask again."""
+        """Enter a chunk; return whether it is accepted. None: not known yet, the node is to ask again."""
         key, version, size_bytes, cold, unconfirmed = entry
         if unconfirmed and not self.rebuild.knows(key) and self.table.find(key) is None:
             return None  # an older chunk of the key may have yet to be reported
@@ -81,13 +81,13 @@ class Directory:
         return None if not stands and key in self.pending_commits else stands
 
     def take_out(self, removal: Removal, node_id: str, changes: dict[str, bool]) -> None:
-        """Enter that the node holds a chunk no longer."""
+        """Record that the node no longer holds a chunk."""
         self.pending_commits.settle(removal.key, node_id, removal.version)
         if self.table.remove(node_id, removal.key, removal.version):
             changes[removal.key] = False
 
     def bury(self, removal: Removal, node_id: str) -> list[StaleHolder]:
-        """Take a removed chunk from its other holders too, and leave a tombstone, so that none brings it back.
+        """Remove a chunk from its other holders too, and leave a tombstone, so that none restores it.
 
         Returns those other holders.
         """
@@ -102,7 +102,7 @@ class Directory:
         return stale
 
     def entomb(self, key: str, version: int) -> None:
-        """Leave a tombstone of ``version``: its known holders may keep it, and no other node becomes one."""
+        """Leave a tombstone of ``version``: its known holders may keep it, but no other node can become one."""
         self._tombstones[key, version] = None
         self._tombstones.move_to_end((key, version))
         if len(self._tombstones) > MAX_TOMBSTONES:
@@ -129,7 +129,7 @@ class Directory:
     ) -> list[int]:
         """Enter a part of a report: (key, version, size in bytes, is it cold) of confirmed chunks.
 
-        Returns the indexes of those that do not stand.
+        Returns the indexes of the rejected ones.
         """
         stands = [True] * len(entries)
         if len(self.pending_commits) or self._tombstones:
@@ -138,7 +138,7 @@ class Directory:
                 stands[index] = not self._is_buried(node_id, key, version)
         outcomes = self.table.add_report(inventory, compress(entries, stands))
         if not self.rebuild.is_rebuilt and outcomes.count(Outcome.STORED) == len(entries):
-            return []  # and nothing to tell: nobody follows yet
+            return []  # and nothing to report: there are no followers yet
         for index, outcome in zip(compress(range(len(entries)), stands), outcomes, strict=True):
             if outcome is not Outcome.KEPT:
                 changes[entries[index][0]] = outcome is Outcome.STORED
@@ -146,9 +146,9 @@ class Directory:
         return [index for index, each in enumerate(stands) if not each]
 
     def end_report(self, inventory: InventoryId, node_id: str) -> None:
-        """Take over what the node's report does not name: the node does not know of its pending commits yet.
+        """Take over chunks missing from the node's report: the node does not know its pending commits yet.
 
-        Where the report names another chunk of the key, the node had that before, and it stays.
+        If the report names another chunk of the key, the node had that before, and it stays.
         """
         for key, commit in self.pending_commits.of(node_id):
             if not self.table.is_in(inventory, key):
@@ -170,7 +170,7 @@ class Directory:
         return CommitResult.ACCEPTED
 
     def retract(self, retraction: Removal, node_id: str) -> bool | None:
-        """Take back the commit of a put that failed at its node; returns whether followers have heard of the chunk.
+        """Undo the commit of a put that failed at its node; return whether followers have received the chunk.
 
         None: there is no such commit.
         """
@@ -180,9 +180,9 @@ class Directory:
         return self._take_back(key, node_id, version)
 
     def take_back_overdue(self, node_id: str) -> list[str]:
-        """The node has named all its chunks: take back the overdue commits that it has not confirmed.
+        """Undo the node's overdue unconfirmed commits, as it has named all its chunks.
 
-        Returns the keys of which followers have a chunk.
+        Returns the keys of chunks that followers have received.
         """
         unconfirmed = self.pending_commits.take_overdue(node_id)
         return [key for key, commit in unconfirmed if self._take_back(key, node_id, commit.version)]
@@ -193,7 +193,7 @@ class Directory:
         return found is not None and found.version == version and self.table.remove(node_id, key, version)
 
     def check(self) -> list[int]:
-        """Assert that the parts are sound, and that no key is of another range; returns the holding inventories."""
+        """Assert that the parts are sound, and that no key is of another range; return the holding inventories."""
         self.pending_commits.check()
         assert len(self._tombstones) <= MAX_TOMBSTONES
         assert all(range_of(key) == self.number for key in self.table.walk())

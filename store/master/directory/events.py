@@ -1,7 +1,7 @@
 """A bounded log of numbered events from which any number of followers read, each with its own cursor. Pure.
 
 One ring is the bounded queue of all followers at once: a follower that falls behind the oldest event is cut off
-(``Lagged``) and begins again with a snapshot. Weights bound the memory where events differ in size.
+(``Lagged``) and restarts with a snapshot. Weights bound the memory where events differ in size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 E = TypeVar("E")
 
 
-#: Beyond what each new event weighs, so much leaves with it at the most: no step is long.
+#: At most this weight leaves with each new event, beyond the event's own: no step is long.
 SHRINK_WEIGHT = 256
 
 
@@ -20,9 +20,9 @@ class Lagged(Exception):
 
 
 class EventRing(Generic[E]):
-    """Events numbered from 1 on, without gaps; the newest of them up to ``max_weight`` are kept.
+    """Events numbered from 1 on, without gaps; the newest up to ``max_weight`` are kept.
 
-    ``max_weight`` may change at any time. When it falls, what is too much leaves a few events at a time.
+    ``max_weight`` may change at any time. When it falls, the excess leaves a few events at a time.
     """
 
     def __init__(self, max_weight: int) -> None:
@@ -38,11 +38,11 @@ class EventRing(Generic[E]):
 
     @property
     def first(self) -> int:
-        """Number of the oldest event that is kept; ``last + 1`` if there is none."""
+        """Number of the oldest kept event; ``last + 1`` if there is none."""
         return self._last - len(self._events) + 1
 
     def append(self, event: E, weight: int = 1) -> int:
-        """Add ``event``; returns its number. The oldest events leave; the newest always stays."""
+        """Add ``event``; return its number. The oldest events leave; the newest always stays."""
         self._last += 1
         self._events[self._last] = (weight, event)
         self._weight += weight
@@ -54,9 +54,9 @@ class EventRing(Generic[E]):
         return self._last
 
     def read(self, after: int, max_weight: int) -> list[tuple[int, E]]:
-        """(number, event) behind number ``after``, oldest first, up to ``max_weight`` (at least one if there is one).
+        """Return (number, event) behind number ``after``, oldest first, up to ``max_weight`` (at least one, if any).
 
-        Raises Lagged if some of them are gone, or if ``after`` is a number that was never given out.
+        Raises Lagged if some of them are gone, or if ``after`` is a number never assigned.
         """
         if after + 1 < self.first or after > self._last:
             raise Lagged
@@ -71,7 +71,7 @@ class EventRing(Generic[E]):
         return taken
 
     def check(self) -> None:
-        """Assert that the weight is the sum of what is kept."""
+        """Assert that the weight is the sum of the kept events' weights."""
         assert self._weight == sum(weight for weight, _ in self._events.values())
         assert list(self._events) == list(range(self.first, self._last + 1))
 

@@ -1,8 +1,8 @@
-"""The inventories of nodes: what one generation of a node has told in one report and since. Pure data.
+"""The inventories of nodes: chunks that one generation of a node has reported in one report and since. Pure data.
 
-A table writes an inventory's number beside each key, and looks here whose it is and whether it counts. So losing a node
-with a million chunks, or replacing what it said by a new report, marks one inventory dead: O(1), and from then on no
-look-up sees it. Its traces are swept from the tables in slices. A number is used again only after a whole sweep that
+A table writes an inventory's number beside each key, and looks up here its node and whether it counts. So losing a node
+with a million chunks, or replacing its chunks by a new report, marks one inventory dead: O(1), and from then on no
+look-up sees it. Its traces are swept from the tables in slices. A number is reused only after a complete sweep that
 began after its inventory's death.
 """
 
@@ -30,14 +30,14 @@ class InventoryState(Enum):
 
 
 class Inventories:
-    """All inventories, by number. ``counts`` are of their chunks, which the tables keep."""
+    """All inventories, by number. ``counts`` are the numbers of their chunks, maintained by the tables."""
 
     def __init__(self) -> None:
         self.states: list[InventoryState] = []
         self.owners: list[str] = []
         self.counts: list[int] = []
         self._free: list[int] = []
-        self._dying: set[int] = set()  # died since the sweep under way began
+        self._dying: set[int] = set()  # died since the current sweep began
         self._sweeping: set[int] = set()  # free again when it ends
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ class Inventories:
 
     @property
     def is_sweeping(self) -> bool:
-        """Whether a sweep is under way."""
+        """Whether a sweep is in progress."""
         return bool(self._sweeping)
 
     def begin_sweep(self) -> bool:
@@ -93,7 +93,7 @@ class Inventories:
         return bool(self._sweeping)
 
     def end_sweep(self) -> None:
-        """Take note that every key of every table has been looked at since ``begin_sweep``."""
+        """Record that every key of every table has been visited since ``begin_sweep``."""
         for inventory in self._sweeping:
             assert self.counts[inventory] == 0
             self.states[inventory], self.owners[inventory] = InventoryState.FREE, ""
@@ -101,7 +101,7 @@ class Inventories:
         self._sweeping = set()
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that states and counts are sound; ``held`` are the numbers that stand in the tables."""
+        """Assert that states and counts are sound; ``held`` are the numbers in the tables."""
         counts = [0] * len(self.states)
         for inventory in held:
             assert self.states[inventory] is not InventoryState.FREE

@@ -1,14 +1,15 @@
-"""The keys of the directory in order, for those who list them; there only while somebody does. Pure.
+"""The keys of the directory in order, for listings; kept only while there are listings. Pure.
 
 The tables of all ranges keep their keys in many small dicts, which have no order. The first listing has them sorted
-into *runs*, one in a step (half a microsecond a key); a page merges the runs from its cursor on. While the runs are
-there, each new or removed key is entered into its own (2 us). ``KEPT_S`` after the last listing they go, in steps too.
+into *runs*, one per step (half a microsecond a key); a page merges the runs from its cursor on. While the runs exist,
+each new or removed key is entered into its own (2 us). ``KEPT_S`` after the last listing they are dropped, in steps
+too.
 
-Why not an order that is always there: it costs each key that is put, reported or evicted 2 to 3 us, half of what such a
-key costs the master at all, and eight bytes; keys are listed by people and by tools.
+Why not a permanent order: it costs each key that is put, reported or evicted 2 to 3 us, half of the master's total cost
+of such a key, and eight bytes; keys are listed by people and by tools.
 
-A run is cut into leaves, as a B-tree's, of keys that are neighbours in it. A leaf is a dict without values: sorted when
-it is read, and never looked at by the garbage collector, which takes 0.1 s for the lists of a million keys.
+A run is cut into leaves, like a B-tree's, of neighbouring keys. A leaf is a dict without values: sorted when it is
+read, and never visited by the garbage collector, which takes 0.1 s for the lists of a million keys.
 
 Example: parts {d, a} and {b} make one run with the leaf {a, b, d}. The new key c makes it {a, b, d, c}, and
 ``keys_from("b")`` gives b, c, d.
@@ -20,18 +21,18 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 
-#: The life of an order that nobody uses.
+#: Lifetime of an unused order.
 KEPT_S = 60.0
-#: Keys that a run is begun with: sorted in one step, 5 ms. At least one part.
+#: Initial number of keys of a run: sorted in one step, 5 ms. At least one part.
 RUN_KEYS = 8192
-#: Keys of a leaf; one that has twice as many is cut.
+#: Keys of a leaf; one with twice this number is split.
 LEAF_KEYS = 128
-#: Leaves that go in one step, 1 ms.
+#: Number of leaves dropped in one step, 1 ms.
 STEP_LEAVES = 128
 
 
 class _Run:
-    """Some parts' keys. A leaf's are not less than its first one, and less than the next leaf's."""
+    """The keys of some parts. A leaf's keys are not less than its first one, and less than the next leaf's."""
 
     def __init__(self, keys: list[str]) -> None:
         self.leaves = [dict.fromkeys(keys[start : start + LEAF_KEYS]) for start in range(0, len(keys), LEAF_KEYS)]
@@ -73,32 +74,32 @@ class _Run:
 
 
 class KeyOrder:
-    """See the module. Each key is in one of the parts; the first so many of the parts are in a run."""
+    """See the module. Each key is in one of the parts; a leading number of the parts are in a run."""
 
     def __init__(self) -> None:
         self._parts: list[Collection[str]] = []
         self._runs: list[_Run] = []
         self._run_of: list[_Run] = []  # of each part
-        self._waste: list[_Run] = []  # to be let go, leaf by leaf
+        self._waste: list[_Run] = []  # to be dropped, leaf by leaf
         self._asked = False
         self._until_s = 0.0
 
     def __bool__(self) -> bool:
-        """Return whether there is any run, which has to be told of changes."""
+        """Return whether there is any run to be kept up to date."""
         return bool(self._runs)
 
     def join(self, parts: Sequence[Collection[str]]) -> int:
-        """Take the keys of ``parts`` in as well; returns the number of the first of them."""
+        """Include the keys of ``parts``; return the number of the first of them."""
         self._parts += parts
         return len(self._parts) - len(parts)
 
     def replace(self, first: int, parts: Sequence[Collection[str]]) -> None:
-        """Take ``parts``, which are empty, in the place of as many from ``first`` on; the order is made anew."""
+        """Replace as many parts from ``first`` on by ``parts``, which are empty; the order is rebuilt."""
         self._parts[first : first + len(parts)] = parts
         self._waste, self._runs, self._run_of = self._waste + self._runs, [], []
 
     def extend(self) -> bool:
-        """Sort one more run; returns whether all keys are in one now."""
+        """Sort one more run; return whether all keys are in one now."""
         self._asked = True
         first, keys = len(self._run_of), list[str]()
         for part in self._parts[first:]:
@@ -112,7 +113,7 @@ class KeyOrder:
         return first == len(self._parts)
 
     def tick(self, now_s: float) -> None:
-        """Let the order go, in steps, if nobody has asked for it lately."""
+        """Drop the order, in steps, if it was not used recently."""
         if self._asked:
             self._asked, self._until_s = False, now_s + KEPT_S
         elif self._runs and now_s >= self._until_s:
@@ -124,17 +125,17 @@ class KeyOrder:
                 self._waste[-1].leaves.pop()
 
     def added(self, part: int, key: str) -> None:
-        """``key`` is new in ``part``."""
+        """Record that ``key`` is new in ``part``."""
         if part < len(self._run_of):
             self._run_of[part].add(key)
 
     def removed(self, part: int, key: str) -> None:
-        """``key`` is no longer in ``part``."""
+        """Record that ``key`` is no longer in ``part``."""
         if part < len(self._run_of):
             self._run_of[part].remove(key)
 
     def keys_from(self, first: str, *, inclusive: bool) -> Iterator[str]:
-        """All keys in order from ``first`` on; valid until the next change. They are all in a run."""
+        """Yield all keys in order from ``first`` on; valid until the next change. They are all in a run."""
         return heapq.merge(*(run.keys_from(first, inclusive=inclusive) for run in self._runs))
 
     def check(self) -> None:

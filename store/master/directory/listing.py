@@ -1,4 +1,4 @@
-"""Pages of the directory's keys: in order for listings, in any for the snapshots of followers. Pure."""
+"""Pages of the directory's keys: ordered for listings, unordered for the snapshots of followers. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeyListing(NamedTuple):
 
 
 class KeyPage(NamedTuple):
-    """Keys in order; whether there may be more; and where to go on, if the step ended before the page was full."""
+    """Keys in order; whether there may be more; and where to resume, if the step ended before the page was full."""
 
     keys: list[KeyListing]
     more: bool
@@ -29,10 +29,10 @@ class KeyPage(NamedTuple):
 
 
 def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
-    """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``, and whether there are more.
+    """Return up to ``limit`` keys with ``prefix`` in order behind ``after``, and whether there are more.
 
-    A walk over ``most_dead`` keys that nobody holds any more ends the page, and so does an order that has yet to be
-    made: the caller goes on behind ``walked_to`` in another step.
+    A walk over ``most_dead`` keys without holders ends the page, and so does an order still to be built: the caller
+    resumes behind ``walked_to`` in another step.
     """
     assert limit > 0
     listing: list[KeyListing] = []
@@ -59,10 +59,10 @@ def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, 
 def snapshot(
     directory: RangeDirectories, walk: Iterator[str], prefix: str, num_keys: int
 ) -> tuple[dict[str, list[str]], bool]:
-    """A page of a snapshot for followers: the next ``num_keys`` of ``walk`` as node id -> keys, and if there are more.
+    """Return a page of a snapshot: the next ``num_keys`` of ``walk`` as node id -> keys, and if there are more.
 
-    Pages may be taken at different times, if all changes since before the first are applied after the last:
-    of each (node, key) the last change decides, and without a change every page tells the same.
+    Pages may be taken at different times, if all changes since before the first are applied after the last: for each
+    (node, key) the last change decides, and without a change every page states the same.
     """
     keys = list(islice(walk, num_keys))
     page: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The registered nodes as the directory knows them: what they say of themselves, how far their reports are. Pure."""
+"""The registered nodes as known to the directory: their own data, and the progress of their reports. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, RANGE_SLOTS
 class NodeRecord:
     """A registered node.
 
-    ``report_id`` and ``report_number`` are of the last piece of a report that came, -1: none. What it has told of which
-    range is the ``RegisteredNodes``': it is kept by range.
+    ``report_id`` and ``report_number`` are of the last received piece of a report, -1: none. Its reported ranges are in
+    ``RegisteredNodes``, by range.
     """
 
     instance: Instance
@@ -33,15 +33,15 @@ class NodeRecord:
     report_id: int = 0
     report_number: int = -1
     begun: set[int] = field(default_factory=set)  # ranges of that report; those among them that are complete, too
-    reported_all: frozenset[int] | None = None  # the very set of ranges that it was last seen to have reported
+    reported_all: frozenset[int] | None = None  # the very set of ranges last found to be completely reported
 
     @property
     def draining(self) -> bool:
-        """Whether the node takes no new chunks, as its registration says."""
+        """Whether the node takes no new chunks, according to its registration."""
         return self.instance.attributes.get("draining") == "true"
 
     def continues(self, piece: ReportPiece) -> bool:
-        """Return whether ``piece`` is the next one of the node's report, or the last one again."""
+        """Return whether ``piece`` is the next one of the node's report, or a repetition of the last one."""
         if not self.report_id or piece.number not in (self.report_number, self.report_number + 1):
             return False
         self.report_number = max(piece.number, 0)
@@ -50,7 +50,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """A registered node with its figures, as callers see it."""
+    """A registered node with its figures, as shown to callers."""
 
     instance: Instance
     capacity_bytes: int
@@ -65,7 +65,7 @@ class NodeSummary:
 class RegisteredNodes:
     """The records of all registered nodes, by id, their reports of ranges, and placement among them.
 
-    Of each range that a node has begun to report, ``inventories`` has those that name its keys: the last is current,
+    For each range that a node has begun to report, ``inventories`` has those that name its keys: the last is current,
     and a running report replaces those before it.
     """
 
@@ -80,11 +80,11 @@ class RegisteredNodes:
         return len(self._records)
 
     def __iter__(self) -> Iterator[str]:
-        """The ids, in the order of registration."""
+        """Iterate over the ids, in the order of registration."""
         return iter(self._records)
 
     def get(self, node_id: str) -> NodeRecord | None:
-        """The record of ``node_id``; None if it is not registered."""
+        """Return the record of ``node_id``; None if it is not registered."""
         return self._records.get(node_id)
 
     def __getitem__(self, node_id: str) -> NodeRecord:
@@ -96,11 +96,11 @@ class RegisteredNodes:
         return self._records.keys()
 
     def least_reported(self, number: int) -> int:
-        """The number of slots of that range that all nodes have reported."""
+        """Return the number of slots of that range reported by all nodes."""
         return self._slots.least(number)
 
     def reporting(self, node: NodeRecord) -> set[int]:
-        """The ranges of the node's report that are not complete."""
+        """Return the incomplete ranges of the node's report."""
         begun = node.begun
         if begun:
             node_id = node.instance.id
@@ -109,9 +109,9 @@ class RegisteredNodes:
         return begun
 
     def unreported(self, node: NodeRecord, numbers: frozenset[int]) -> list[int]:
-        """Those of the ranges that the node has not reported to their ends.
+        """Return those of the ranges that the node has not reported to their ends.
 
-        Called at every announcement, mostly with the same set; one of which a range has been forgotten is another.
+        Called at every announcement, mostly with the same set; a set with a forgotten range is a different one.
         """
         if node.reported_all is numbers:
             return []
@@ -120,27 +120,27 @@ class RegisteredNodes:
         return unreported
 
     def inventories(self, node_id: str, number: int) -> list[InventoryId]:
-        """The inventories of the node in that range; none if it has reported nothing of it."""
+        """Return the inventories of the node in that range; none if it has reported nothing of it."""
         return self._inventories[number].get(node_id, [])
 
     def all_inventories(self, node_id: str, ranges: int = ALL_BITS) -> Iterator[InventoryId]:
-        """The inventories of the node in ``ranges``, a bit for each."""
+        """Yield the inventories of the node in ``ranges``, a bit for each."""
         wanted = (by_node for number, by_node in enumerate(self._inventories) if ranges >> number & 1)
         return chain.from_iterable(by_node.get(node_id, ()) for by_node in wanted)
 
     @property
     def candidates(self) -> dict[str, PlacementCandidate]:
-        """The nodes as placement sees them, by id; a view that changes with them."""
+        """The nodes as used by placement, by id; a view that changes with them."""
         return self._placement.candidates
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeRecord]:
-        """The nodes for a new chunk, best first (see placement)."""
+        """Return the nodes for a new chunk, best first (see placement)."""
         return [self._records[candidate.node_id] for candidate in self._placement.place(request, rng)]
 
     # --- changes
 
     def enter(self, instance: Instance, now_s: float, numbers: Iterable[int]) -> None:
-        """Enter a node that is not registered; one that holds nothing has reported the ranges ``numbers`` by that."""
+        """Enter an unregistered node; an empty one has thereby reported the ranges ``numbers``."""
         assert instance.id not in self._records
         node = self._records[instance.id] = NodeRecord(instance, now_s)
         self._slots.enter(instance.id, numbers if instance.holds_nothing else ())
@@ -148,14 +148,14 @@ class RegisteredNodes:
         self._offer(node)
 
     def renew(self, node: NodeRecord, instance: Instance, now_s: float) -> None:
-        """Take the registration of the same generation again, which may have changed."""
+        """Take another registration of the same generation, which may have changed."""
         if node.instance != instance:
             self.version += 1
         node.instance, node.last_seen_s = instance, now_s
         self._offer(node)
 
     def remove(self, node_id: str) -> bool:
-        """Forget a node; returns whether it was registered."""
+        """Forget a node; return whether it was registered."""
         node = self._records.pop(node_id, None)
         if node is None:
             return False
@@ -173,9 +173,9 @@ class RegisteredNodes:
             self._slots.begin(node.instance.id, number)
 
     def reported(self, node: NodeRecord, next_slot: int) -> list[int]:
-        """Take note that ``node`` has reported the slots below ``next_slot`` of its report's ranges.
+        """Record that ``node`` has reported the slots below ``next_slot`` of its report's ranges.
 
-        Returns those ranges that are complete by that.
+        Returns the ranges completed by that.
         """
         node_id, ended = node.instance.id, []
         for number in self.reporting(node):
@@ -187,23 +187,23 @@ class RegisteredNodes:
         return ended
 
     def opened(self, node_id: str, number: int, inventory: InventoryId) -> None:
-        """The node's chunks in that range go into ``inventory`` from now on."""
+        """Direct the node's chunks in that range to ``inventory`` from now on."""
         self._inventories[number].setdefault(node_id, []).append(inventory)
 
     def end_report(self, node_id: str, number: int) -> list[InventoryId]:
-        """All of that range has been reported; returns the inventories that are replaced by that."""
+        """End the report of that range; return the inventories that it replaces."""
         inventories = self._inventories[number][node_id]
         replaced, inventories[:] = inventories[:-1], inventories[-1:]
         return replaced
 
     def forget_range(self, number: int) -> dict[str, list[InventoryId]]:
-        """Take note that nothing of that range counts as reported; returns the inventories that nodes had there."""
+        """Discard all reports of that range; return the inventories that nodes had there."""
         self._slots.forget(number)
         before, self._inventories[number] = self._inventories[number], {}
         return before
 
     def announced(self, announcement: NodeAnnouncement, now_s: float) -> NodeRecord:
-        """Take what a node announces of itself. Raises LeaseExpired (register first) or InvalidRequest (a zombie)."""
+        """Take a node's announcement of itself. Raises LeaseExpired (register first) or InvalidRequest (a zombie)."""
         node = self._records.get(announcement.node_id)
         if node is None:
             raise LeaseExpired(f"node {announcement.node_id} is not registered at this master; register, then announce")
@@ -222,16 +222,16 @@ class RegisteredNodes:
         return node
 
     def _offer(self, node: NodeRecord) -> None:
-        """Let placement know how the node stands now."""
+        """Update the node's state in placement."""
         instance = node.instance
         self._placement.set(
             PlacementCandidate(instance.id, instance.place, node.capacity_bytes, node.used_bytes, node.draining)
         )
 
     def check(self, owned: frozenset[int]) -> None:
-        """Assert that placement has the same nodes, and that each has one inventory a range, or more and a report.
+        """Assert that placement has the same nodes, and that each has one inventory per range, or more and a report.
 
-        A node noted to have reported all of ``owned``, the master's ranges, must have done so.
+        A node recorded as having reported all of ``owned``, the master's ranges, must have done so.
         """
         self._placement.check()
         assert self.candidates.keys() == self._records.keys()

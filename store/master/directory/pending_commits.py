@@ -1,31 +1,30 @@
-"""Commits of clients that their nodes have yet to confirm: chunks in write buffers, and values on their way. Pure.
+"""Clients' commits not yet confirmed by their nodes: chunks in write buffers, and values in transit. Pure.
 
 A client that writes a value into its write buffer or a reserved range commits it at the master by itself, and the node
 announces it again, a little later and with others. Until then the commit is pending: the client may have died before it
-told the node, and then no node will ever announce that chunk. So a commit that no node has confirmed for ``PENDING_S``
-is overdue, and taken back once its node has told everything that it has, twice: one message may have been under way,
-the other left later. Time alone takes nothing back: the client has told its user that the chunk is there, and a master
-or a node that stands still for some seconds has only not come to speak of it. A node that is lost takes its commits
-along. One that knows of the put, because it had reserved a range for it, retracts the commit as soon as the put has
-failed.
+notified the node, and then no node will ever announce that chunk. So a commit that no node has confirmed for
+``PENDING_S`` is overdue, and undone once its node has named all its chunks, twice: one message may have been in flight,
+the other left later. Time alone undoes nothing: the client has reported to its user that the chunk exists, and a master
+or a node that stalls for some seconds has only not got around to it. A lost node takes its commits along. A node that
+knows of the put, because it had reserved a range for it, retracts the commit as soon as the put has failed.
 
 Example: at 10.0 s k is committed for node A; at 10.05 A announces k: the commit is confirmed, and forgotten here. At
 11.0 m is committed for A and its client is killed: from 14.0 on m is overdue. A's messages of 14.2 and 15.2 do not name
-it: with the second, ``heard`` tells of (m, A), and the directory takes it out.
+it: with the second, ``heard`` returns (m, A), and the directory removes it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: A node that lives confirms within some ticks; what it has not named after so long it may never name.
+#: A live node confirms within some ticks; a chunk not named within this time may never be.
 PENDING_S = 3.0
 #: Pending commits of a range at once; beyond it clients ask their node, as without a write buffer.
 MAX_PENDING = 1 << 10
 
 
 class PendingCommit(NamedTuple):
-    """A chunk that ``node_id`` should announce at ``version`` before ``until_s``."""
+    """A chunk to be announced by ``node_id`` at ``version`` before ``until_s``."""
 
     node_id: str
     version: int
@@ -34,14 +33,14 @@ class PendingCommit(NamedTuple):
 
 
 class PendingCommits:
-    """The pending commits of a range, at most one for a key."""
+    """The pending commits of a range, at most one per key."""
 
     __slots__ = ("_by_key", "_due", "_overdue")
 
     def __init__(self) -> None:
         self._by_key: dict[str, PendingCommit] = {}
-        self._due: dict[str, None] = {}  # the keys of those that are not overdue, in the order in which they were made
-        #: By node: keys of overdue ones, those first that were overdue when the node told last what it has.
+        self._due: dict[str, None] = {}  # the keys of those not overdue, in the order of their commits
+        #: By node: keys of overdue ones, first those already overdue when the node last named its chunks.
         self._overdue: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
 
     def __len__(self) -> int:
@@ -52,7 +51,7 @@ class PendingCommits:
 
     @property
     def full(self) -> bool:
-        """Whether no more commits are taken."""
+        """Whether no more commits are accepted."""
         return len(self._by_key) >= MAX_PENDING
 
     def make(self, key: str, node_id: str, version: int, size_bytes: int, now_s: float) -> None:
@@ -62,7 +61,7 @@ class PendingCommits:
         self._due[key] = None
 
     def announced(self, key: str, node_id: str, version: int) -> bool:
-        """``settle`` the chunk that its node announces; returns whether the node should announce another of the key."""
+        """``settle`` the chunk announced by its node; return whether the node should announce another of the key."""
         pending = self._by_key.get(key)
         if pending is None or pending.node_id != node_id:
             return False
@@ -78,7 +77,7 @@ class PendingCommits:
             self._forget(key)
 
     def retract(self, key: str, node_id: str, version: int) -> bool:
-        """Forget the commit of a put that failed at its node; returns whether it was pending."""
+        """Forget the commit of a put that failed at its node; return whether it was pending."""
         pending = self._by_key.get(key)
         if pending is None or (pending.node_id, pending.version) != (node_id, version):
             return False
@@ -86,16 +85,16 @@ class PendingCommits:
         return True
 
     def of(self, node_id: str) -> list[tuple[str, PendingCommit]]:
-        """All pending commits of chunks at ``node_id``."""
+        """Return all pending commits of chunks at ``node_id``."""
         return [(key, pending) for key, pending in self._by_key.items() if pending.node_id == node_id]
 
     def forget_node(self, node_id: str) -> None:
-        """Forget the commits of a node that is gone."""
+        """Forget the commits of a departed node."""
         for key, _ in self.of(node_id):
             self._forget(key)
 
     def tick(self, now_s: float) -> bool:
-        """Let the times pass after which a commit is overdue; whether one is."""
+        """Advance the time; return whether a commit is overdue."""
         while self._due:
             key = next(iter(self._due))
             pending = self._by_key[key]
@@ -106,7 +105,7 @@ class PendingCommits:
         return bool(self._overdue)
 
     def take_overdue(self, node_id: str) -> list[tuple[str, PendingCommit]]:
-        """The node has named all its chunks; returns the commits that it will not confirm any more, each once."""
+        """Return each commit, once, that the node will not confirm any more, as it has named all its chunks."""
         earlier, later = self._overdue.pop(node_id, ({}, {}))
         if later:
             self._overdue[node_id] = (later, {})

@@ -1,13 +1,13 @@
-"""Which nodes a new chunk should go to. Pure: the nodes, the request and a random generator in, an order out.
+"""Placement of new chunks. Pure: the nodes, the request and a random generator in, an order out.
 
-Near first: the node the caller prefers, then those on its own host (a copy there moves at memory speed). The
-rest by two random choices, the one with more free bytes wins: as good as the emptiest for balance, without sending
-every client to the same node until its next announcement (Mitzenmacher, "The Power of Two Choices", 2001). A cache
-is full in its normal state; then all nodes have nothing free and the choice is a fair coin, while a node that joins
-empty wins every pairing that it is drawn in. Replicas go to another rack, else another host, else another node.
+Near first: the node preferred by the caller, then those on its own host (a copy there moves at memory speed). The rest
+by two random choices, of which the one with more free bytes wins: as good as the emptiest for balance, without sending
+every client to the same node until its next announcement (Mitzenmacher, "The Power of Two Choices", 2001). A cache is
+full in its normal state; then all nodes have nothing free and the choice is a fair coin, while a node that joins empty
+wins every pairing it is drawn in. Replicas go to another rack, else another host, else another node.
 
-Worked example: replicas=2, the client stands on host h1 with nodes A and B; C (h2, same rack) and D (h3, other rack)
-live too. A is first (own host, most free). D is the only one in a new rack, so D. The spares: C (new host) and B.
+Worked example: replicas=2, the client is on host h1 with nodes A and B; C (h2, same rack) and D (h3, other rack) are
+alive too. A is first (own host, most free). D is the only one in a new rack, so D. The spares: C (new host) and B.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import NamedTuple, TypeAlias
 
 from tanghulu.types import Place
 
-#: Nodes named beyond the replicas that were asked for, so that a client can fall back without asking again.
+#: Nodes named beyond the requested replicas, so that a client can fall back without asking again.
 NUM_SPARES = 2
 MAX_REPLICAS = 16
-#: So few nodes are looked at one by one.
+#: Up to this number, nodes are checked one by one.
 _FEW = 16
 _MAX_DRAWS = 32
 _Rack: TypeAlias = tuple[str, str]
 
 
 class PlacementCandidate(NamedTuple):
-    """A node as placement sees it."""
+    """A node as used by placement."""
 
     node_id: str
     place: Place
@@ -39,7 +39,7 @@ class PlacementCandidate(NamedTuple):
 
     @property
     def rack(self) -> _Rack:
-        """The rack that it stands in."""
+        """The node's rack."""
         return self.place.zone, self.place.rack
 
     def takes(self, size_bytes: int) -> bool:
@@ -54,7 +54,7 @@ class PlacementCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A value of ``size_bytes`` that is to be placed on ``replicas`` nodes, from a client at ``client_place``."""
+    """A value of ``size_bytes`` to be placed on ``replicas`` nodes, from a client at ``client_place``."""
 
     size_bytes: int
     replicas: int = 1
@@ -63,15 +63,15 @@ class PlacementRequest:
 
 
 class PlacementTable:
-    """The nodes as placement sees them. To place a chunk costs the same for ten nodes and for ten thousand.
+    """The nodes as used by placement. Placing a chunk costs the same for ten nodes and for ten thousand.
 
-    Nodes are drawn from an array of those that take chunks, and drawn again until they fit and lie where they should;
-    that is as good as to look at all of them, which is done only after ``_MAX_DRAWS`` draws, and among few.
+    Nodes are drawn from an array of those that take chunks, and redrawn until they have room and the right location;
+    that is as good as checking all of them, which is done only after ``_MAX_DRAWS`` draws, and for few nodes.
     """
 
     def __init__(self) -> None:
         self.candidates: dict[str, PlacementCandidate] = {}
-        self._takers: list[str] | None = None  # ids of those that do not drain; None: they have changed
+        self._takers: list[str] | None = None  # ids of nodes that are not draining; None: they have changed
         self._by_host: dict[Place, list[str]] = {}
         self._racks: set[_Rack] = set()
 
@@ -88,9 +88,9 @@ class PlacementTable:
             self._takers = None
 
     def place(self, request: PlacementRequest, rng: Random) -> list[PlacementCandidate]:
-        """The nodes for ``request``, best first: ``replicas`` and spares, fewer where fewer could hold the value.
+        """Return the nodes for ``request``, best first: ``replicas`` and spares, or fewer if few could hold the value.
 
-        Draining nodes are never named. A replica count beyond MAX_REPLICAS is cut to it.
+        Draining nodes are never named. A replica count beyond MAX_REPLICAS is reduced to it.
         """
         wanted = min(max(request.replicas, 1), MAX_REPLICAS) + NUM_SPARES
         first = self._first(request)
@@ -140,7 +140,7 @@ class PlacementTable:
         return self._takers
 
     def check(self) -> None:
-        """Assert that the arrays are those of the nodes."""
+        """Assert that the arrays match the nodes."""
         assert all(node.node_id == node_id for node_id, node in self.candidates.items())
         nodes = [node for node in self.candidates.values() if not node.draining]
         if self._takers is not None:
@@ -152,7 +152,7 @@ class PlacementTable:
 def place_copy(
     candidates: Sequence[PlacementCandidate], holders: Sequence[PlacementCandidate], size_bytes: int, rng: Random
 ) -> PlacementCandidate | None:
-    """The node for one more copy of a chunk that ``holders`` have, far from all of them; None if there is none."""
+    """Return the node for one more copy of a chunk, far from all its ``holders``; None if there is none."""
     taken = {holder.node_id for holder in holders}
     rest = [c for c in candidates if c.takes(size_bytes) and c.node_id not in taken]
     return _two_choices(_farthest(rest, holders), rng) if rest else None

@@ -1,20 +1,20 @@
-"""The directory of a master: the keys of all ranges, the nodes that hold them, and what followers are told. Pure.
+"""The directory of a master: the keys of all ranges, their holders, and the events for followers. Pure.
 
 Keys are in ranges (see ``key_slots``), and each range has a ``Directory`` of its own: its table, its pending commits,
-its tombstones, and how much of it is known. What is here is of the whole master: the nodes with their inventories,
-which of them may report, the order of all keys while somebody lists them, and the log of changes, whose numbers are one
-row over all ranges.
+its tombstones, and its known slots. This module has the state of the whole master: the nodes with their inventories,
+the grants to report, the order of all keys during listings, and the log of changes, numbered consecutively over all
+ranges.
 
-Example: A has told the slots below 520 of 1,024. A client commits "kv/a" (slot 812, range 50) and is sent to the node,
-as range 50 may have an older chunk of that key; its commit of "kv/k13" (slot 158, range 9) is taken.
+Example: A has reported the slots below 520 of 1,024. A client commits "kv/a" (slot 812, range 50) and is sent to the
+node, as range 50 may have an older chunk of that key; its commit of "kv/k13" (slot 158, range 9) is accepted.
 
 Rules of an announcement, which comes from a registered node and carries its generation (those of a key: ``directory``):
 - a node that is not registered, or registered with another generation (a zombie), is refused;
-- what it removed or deleted is taken out first, then what it added is put in; the last word on a key counts;
+- removed and deleted chunks are taken out first, then added ones are entered; the last announcement of a key counts;
 - a report has a number, and comes slot by slot in numbered pieces. The first announcement with its number opens a new
-  inventory, into which its pieces and all later announcements go, and when the last slot is told, what only older
-  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which
-  this directory does not know proves nothing: the node is asked to begin again.
+  inventory, into which its pieces and all later announcements go, and when the last slot is reported, chunks only in
+  older inventories are gone; until then nothing is forgotten. A piece may come twice. One that continues a report
+  unknown to this directory proves nothing: the node is asked to begin again.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEv
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
-#: Keys and events that the log keeps for followers: as many as there are keys, and within these bounds. To begin with a
-#: snapshot costs a follower no more then. About 8 bytes each while the keys live, 150 when they are gone.
+#: Keys and events kept by the log for followers: as many as there are keys, within these bounds. With more, to start
+#: from a snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
 MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
 
 
 class Announced(NamedTuple):
     """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again.
 
-    ``refused`` are the indexes of the entries of the report's piece that do not stand. ``report_keys``: as many keys
-    the next piece may have. ``unreported``: the ranges that no report of the node has covered, or is about to.
+    ``refused`` are the indexes of rejected entries of the report's piece. ``report_keys``: maximum number of keys in
+    the next piece. ``unreported``: the ranges that no report of the node has covered, or is about to.
     """
 
     accepted: list[bool]
@@ -68,7 +68,7 @@ class Announced(NamedTuple):
 class RangeDirectories:
     """The map from keys to nodes; see the module. ``now_s`` is of one monotonic clock in all calls.
 
-    ``cluster`` knows the nodes where several masters share the ranges; then none of them is owned at first.
+    ``cluster`` has the nodes if several masters share the ranges; then none of the ranges is owned at first.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RangeDirectories:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(MIN_LOG_WEIGHT)
-        #: Slots whose unknown keys are missing keys; and how many of those there are from the very first slot on.
+        #: Slots whose unknown keys are missing keys; and the number of leading ones among all slots.
         self.num_known_slots = self.known_prefix = 0
         self.num_retracted = 0
         self._nodes = RegisteredNodes()
@@ -88,15 +88,15 @@ class RangeDirectories:
         self._order = KeyOrder()
         self._ranges = [Directory(number, self._inventories, self._order) for number in range(NUM_RANGES)]
         self._tables = [directory.table for directory in self._ranges]
-        self._begun = [0] * NUM_RANGES  # how often each has come to this master
+        self._begun = [0] * NUM_RANGES  # number of arrivals of each at this master
         self._owned = frozenset(range(NUM_RANGES) if cluster is None else ())
-        self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those of which not all slots are known
-        self._overdue: list[Directory] = []  # those with commits of clients that wait for a word of their nodes
-        self._forgotten: list[dict[str, int]] = []  # parts of tables that are no more, to be swept
-        self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of ranges that are no more; to be swept
+        self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those with unknown slots
+        self._overdue: list[Directory] = []  # those with clients' commits awaiting confirmation by their nodes
+        self._forgotten: list[dict[str, int]] = []  # parts of discarded tables, to be swept
+        self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of discarded ranges; to be swept
         self._unswept: Iterator[tuple[DirectoryTable, str]] = iter(())
         self._stale_holders: list[StaleHolder] = []  # until the planner takes them, in the same call
-        self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
+        self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names its last one
 
     def _of(self, key: str) -> Directory:
         return self._ranges[range_of(key)]
@@ -113,7 +113,7 @@ class RangeDirectories:
 
     @property
     def nodes_version(self) -> int:
-        """Changes with the nodes, what they say of themselves, and their capacity."""
+        """Changes with the nodes, their own data, and their capacity."""
         return self._nodes.version
 
     @property
@@ -124,9 +124,9 @@ class RangeDirectories:
     # --- nodes
 
     def node_registered(self, instance: Instance, now_s: float) -> None:
-        """Enter a node, or its changed registration. Another generation of the same id starts with nothing.
+        """Enter a node, or its changed registration. Another generation of the same id starts empty.
 
-        Unknown keys are not missing, as far as the node may hold them, until it has told them, or has gone again.
+        Unknown keys that the node may hold are not missing until it has reported them, or has left again.
         """
         node = self._nodes.get(instance.id)
         if node is not None and node.instance.generation == instance.generation:
@@ -137,13 +137,13 @@ class RangeDirectories:
         self._count_slots()
 
     def node_seen(self, node_id: str, now_s: float) -> None:
-        """Note a sign of life of a node."""
+        """Record a sign of life of a node."""
         node = self._nodes.get(node_id)
         if node is not None:
             node.last_seen_s = now_s
 
     def last_seen_s(self, node_id: str) -> float | None:
-        """When the node announced last; None if it is not registered."""
+        """Return the time of the node's last announcement; None if it is not registered."""
         node = self._nodes.get(node_id)
         return None if node is None else node.last_seen_s
 
@@ -161,7 +161,7 @@ class RangeDirectories:
         self._count_slots()
 
     def nodes(self) -> list[NodeSummary]:
-        """All registered nodes, by id."""
+        """Return all registered nodes, by id."""
         return [self._view(self._nodes[node_id]) for node_id in sorted(self._nodes)]
 
     def _view(self, node: NodeRecord) -> NodeSummary:
@@ -182,7 +182,7 @@ class RangeDirectories:
         """Take an announcement. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
         node = self._nodes.announced(announcement, now_s)
         node_id, report_id, piece = announcement.node_id, announcement.report_id, announcement.piece
-        changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
+        changes: dict[str, bool] = {}  # key -> whether followers must now believe that the node holds it
         self._take_out(announcement, changes)
         if report_id and report_id != node.report_id:
             self._begin_report(node, report_id, announcement.ranges)
@@ -199,14 +199,14 @@ class RangeDirectories:
         self._log_changes(node_id, changes)
         self._take_back_unconfirmed(announcement)
         reporting = self._nodes.reporting(node)
-        goes_on = bool(reporting) or piece is None  # a node that has told all, and asks, has lost the last answer
+        goes_on = bool(reporting) or piece is None  # a node that has reported all, and asks, has lost the last answer
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
         unreported = [number for number in self._nodes.unreported(node, self._owned) if number not in reporting]
         is_silent = bool(unreported) and (not report_id or self._is_void(node, announcement.ranges))
         return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, unreported)
 
     def _take_back_unconfirmed(self, announcement: NodeAnnouncement) -> None:
-        """Take back clients' commits that are overdue, and that the node has had time to name; see PendingCommits."""
+        """Undo clients' overdue commits that the node has had time to name; see PendingCommits."""
         if len(announcement.added) >= MAX_ANNOUNCED:
             return  # there may be more
         node_id = announcement.node_id
@@ -216,7 +216,7 @@ class RangeDirectories:
                     self._log(DirectoryEventKind.REMOVED, node_id, (key,))
 
     def _is_void(self, node: NodeRecord, numbers: frozenset[int] | None) -> bool:
-        """Whether the report of these ranges that is under way tells nothing that counts, and so is never granted.
+        """Return whether the running report of these ranges contains nothing that counts, and so is never granted.
 
         It began before its ranges were this master's, or they have come back since.
         """
@@ -240,9 +240,9 @@ class RangeDirectories:
     # --- reports
 
     def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
-        """Enter a piece of a report; returns the indexes of its entries that do not stand."""
+        """Enter a piece of a report; return the indexes of its rejected entries."""
         node_id, refused, start = node.instance.id, list[int](), 0
-        for number, run in groupby(ranges_of([entry[0] for entry in piece.entries])):  # told in order: few runs
+        for number, run in groupby(ranges_of([entry[0] for entry in piece.entries])):  # reported in order: few runs
             end = start + len(list(run))
             entries, inventory = piece.entries[start:end], self._inventory(node, number)
             refused += [start + i for i in self._ranges[number].take_report(inventory, node_id, entries, changes)]
@@ -265,7 +265,7 @@ class RangeDirectories:
                 self._nodes.opened(node_id, number, self._inventories.open(node_id))
 
     def _inventory(self, node: NodeRecord, number: int) -> InventoryId:
-        """The current inventory of ``node`` in that range."""
+        """Return the current inventory of ``node`` in that range."""
         node_id = node.instance.id
         inventories = self._nodes.inventories(node_id, number)
         if not inventories:
@@ -276,14 +276,14 @@ class RangeDirectories:
     # --- ranges that change hands
 
     def begin_range(self, number: int) -> None:
-        """Own that range from now on: nothing of it is known until the nodes have told it."""
+        """Own that range from now on: nothing of it is known until the nodes have reported it."""
         if number not in self._owned:
             self._owned |= {number}
             self._begun[number] += 1
         self._count_slots()
 
     def forget_range(self, number: int) -> None:
-        """Own that range no longer; what its keys and its nodes' inventories took is given back in steps."""
+        """Stop owning that range; the memory of its keys and its nodes' inventories is freed in steps."""
         if number in self._owned:
             self._log(DirectoryEventKind.MOVED, "", ranges=1 << number)
         self._owned -= {number}
@@ -292,7 +292,7 @@ class RangeDirectories:
         self._count_slots()
 
     def _sweep_forgotten(self, num_keys: int) -> None:
-        """Give back the next ``num_keys`` keys of ranges that went, or inventories, in which no key is left then."""
+        """Free the next ``num_keys`` keys of lost ranges, or inventories without any keys left."""
         counts = self._inventories.counts
         for _ in range(num_keys):
             if self._forgotten:
@@ -309,12 +309,12 @@ class RangeDirectories:
                 self._left_over.pop()
 
     def known_slots(self) -> dict[int, int]:
-        """Of each range that this master owns and does not know whole now: how many of its slots are known."""
+        """Return the number of known slots of each owned range that is not completely known now."""
         return {directory.number: directory.rebuild.num_known_slots for directory in self._unready}
 
     @property
     def owned(self) -> frozenset[int]:
-        """The ranges that are known here, or about to be."""
+        """The ranges known here, or about to be."""
         return self._owned
 
     @property
@@ -324,30 +324,30 @@ class RangeDirectories:
 
     @property
     def num_unready(self) -> int:
-        """Number of ranges that are owned here and not known whole now."""
+        """Number of owned ranges that are not completely known now."""
         return len(self._unready)
 
     @property
     def rebuilt_ranges(self) -> int:
-        """The ranges that are owned here and have been known whole since they came, a bit for each."""
+        """The owned ranges that have been completely known since they arrived, a bit for each."""
         return bits_of(number for number in self._owned if self._ranges[number].rebuild.is_rebuilt)
 
     @property
     def is_rebuilt(self) -> bool:
-        """Whether every range that is owned here has been known whole since it came: so all nodes are known."""
+        """Whether every owned range has been completely known since it arrived: so all nodes are known."""
         return bool(self._owned) and all(each.rebuild.is_rebuilt for each in self._unready)
 
     @property
     def num_begun(self) -> int:
-        """How often any range has come to this master."""
+        """Number of times that any range has come to this master."""
         return sum(self._begun)
 
     def times_begun(self, ranges: int = ALL_BITS) -> list[int]:
-        """How often each of ``ranges``, a bit for each, has come to this master: it knows of it since the last time."""
+        """Return the number of arrivals of each of ``ranges``, a bit for each; knowledge dates from the last one."""
         return [times for number, times in enumerate(self._begun) if ranges >> number & 1]
 
     def _count_slots(self) -> None:
-        """Count the slots that all nodes of the cluster have reported."""
+        """Count the slots reported by all nodes of the cluster."""
         are_all = self.cluster.are_all(self._nodes.ids)
         owned = [directory for directory in self._ranges if directory.number in self._owned]
         for directory in owned:
@@ -373,27 +373,27 @@ class RangeDirectories:
 
     @property
     def has_stale_holders(self) -> bool:
-        """Whether nodes still hold chunks that were removed elsewhere."""
+        """Whether nodes still hold chunks removed elsewhere."""
         return bool(self._stale_holders)
 
     def take_stale_holders(self) -> list[StaleHolder]:
-        """The nodes that hold chunks which were removed elsewhere, each once."""
+        """Take the nodes that hold chunks removed elsewhere, each once."""
         taken, self._stale_holders = self._stale_holders, []
         return taken
 
     # --- questions of callers
 
     def find(self, key: str) -> FoundChunk | None:
-        """The chunk ``key`` and its live holders, as ``locate`` of one key."""
+        """Return the chunk ``key`` and its live holders, as ``locate`` of one key."""
         return self._tables[range_of(key)].find(key)
 
     def locate(self, keys: Sequence[str]) -> list[FoundChunk | None]:
-        """For each key the chunk and its live holders. None is a "not found" unless ``is_incomplete``."""
+        """Return for each key the chunk and its live holders. None means "not found" unless ``is_incomplete``."""
         tables = self._tables
         return [tables[number].find(key) for number, key in zip(ranges_of(keys), keys, strict=True)]
 
     def locate_to_remove(self, keys: Sequence[str]) -> list[FoundChunk | None]:
-        """As ``locate``; from now on no other node becomes a holder of the versions found."""
+        """Do as ``locate``; from now on no other node becomes a holder of the versions found."""
         found = self.locate(keys)
         for key, chunk in zip(keys, found, strict=True):
             if chunk is not None:
@@ -405,7 +405,7 @@ class RangeDirectories:
         return self._of(key).is_entombed(key, version)
 
     def holds(self, keys: Sequence[str]) -> bytes:
-        """For each key 1 if a live node holds it, else 0. A 0 is a "not found" unless ``is_incomplete``."""
+        """Return for each key 1 if a live node holds it, else 0. A 0 means "not found" unless ``is_incomplete``."""
         tables, numbered = self._tables, zip(ranges_of(keys), keys, strict=True)
         if self._inventories.needs_sweep:
             return bytes([tables[number].holds(key) for number, key in numbered])
@@ -419,40 +419,40 @@ class RangeDirectories:
         return any(not each and not self._of(key).rebuild.knows(key) for key, each in zip(keys, held, strict=True))
 
     def unreported(self) -> list[str]:
-        """The registered nodes that have yet to tell some slots."""
+        """Return the registered nodes that have yet to report some slots."""
         return [node_id for node_id in self._nodes if self._nodes.unreported(self._nodes[node_id], self._owned)]
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
-        """The nodes for a new chunk, best first (see placement)."""
+        """Return the nodes for a new chunk, best first (see placement)."""
         return list(map(self._view, self._nodes.place(request, rng)))
 
     def candidates(self) -> dict[str, PlacementCandidate]:
-        """The nodes as placement sees them, by id; a view that changes with them."""
+        """Return the nodes as used by placement, by id; a view that changes with them."""
         return self._nodes.candidates
 
     def instance(self, node_id: str) -> Instance | None:
-        """The registration of ``node_id``; None if it is not registered."""
+        """Return the registration of ``node_id``; None if it is not registered."""
         node = self._nodes.get(node_id)
         return node.instance if node is not None else None
 
     def num_chunks(self, node_id: str, ranges: int = ALL_BITS) -> int:
-        """Number of chunks of ``ranges``, a bit for each, that the node holds, as far as it has reported."""
+        """Return the number of chunks of ``ranges``, a bit for each, held by the node according to its reports."""
         counts = self._inventories.counts
         return sum(counts[inventory] for inventory in self._nodes.all_inventories(node_id, ranges))
 
     # --- all keys
 
     def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str] | None:
-        """Keys in order from ``first`` on, those of lost nodes included; valid until the next change.
+        """Return keys in order from ``first`` on, those of lost nodes included; valid until the next change.
 
-        None: their order is not there yet, and has come a step nearer.
+        None: their order does not exist yet, and is one step nearer.
         """
         return self._order.keys_from(first, inclusive=inclusive) if self._order.extend() else None
 
     def walk(self, ranges: int = ALL_BITS) -> Iterator[str]:
-        """All keys of ``ranges``, a bit for each, to be taken in steps; each that stays comes once.
+        """Yield all keys of ``ranges``, a bit for each, to be taken in steps; each that stays comes once.
 
-        They have no order, and those of lost nodes are among them.
+        They are unordered, and include those of lost nodes.
         """
         wanted = [table for number, table in enumerate(self._tables) if ranges >> number & 1]
         return chain.from_iterable(table.walk() for table in wanted)
@@ -460,9 +460,9 @@ class RangeDirectories:
     # --- time
 
     def tick(self, now_s: float) -> None:
-        """Let times pass: of pending commits, of a predecessor's leases, and of an order that nobody asks for.
+        """Advance the time: of pending commits, of a predecessor's leases, and of an unused order.
 
-        The log is given as much room as the keys of now are worth.
+        The log's size follows the current number of keys.
         """
         self._overdue.clear()
         for directory in self._ranges:
@@ -474,7 +474,7 @@ class RangeDirectories:
         self.log.max_weight = min(max(MIN_LOG_WEIGHT, self.num_keys), MAX_LOG_WEIGHT)
 
     def sweep(self, num_keys: int) -> bool:
-        """Clean the next ``num_keys`` keys of lost nodes and replaced reports; returns whether there is more."""
+        """Clean the next ``num_keys`` keys of lost nodes and replaced reports; return whether there is more."""
         inventories = self._inventories
         if self._forgotten or self._left_over:
             self._sweep_forgotten(num_keys)
@@ -495,7 +495,7 @@ class RangeDirectories:
         return inventories.needs_sweep
 
     def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
-        if self._unready:  # nobody follows those yet: what a follower gets first of a range is a snapshot
+        if self._unready:  # those have no followers yet: a follower's first event of a range is a snapshot
             changes = {key: held for key, held in changes.items() if self._of(key).rebuild.is_rebuilt}
         for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
             keys = tuple(key for key, held in changes.items() if held is wanted)

@@ -1,14 +1,15 @@
-"""The knowledge of a master that began with nothing: the nodes, and the slots of keys that they have reported. Pure.
+"""The knowledge of a master that began empty: the nodes, and the slots of keys that they have reported. Pure.
 
-The master keeps no log; all its knowledge comes from the nodes. So a new master must not take its ignorance for an
-answer: a slot of keys is known when each node that belongs to the cluster has told what it holds of that slot, or has
-left. Time alone makes no slot known.
+The master keeps no log; all its knowledge comes from the nodes. So a new master must not mistake its ignorance for an
+answer: a slot of keys is known when each node of the cluster has reported its chunks of that slot, or has left. Time
+alone makes no slot known.
 
-Which nodes belong to the cluster is the first question. One of several masters is told by etcd (``NodesInEtcd``). The
-only one (``ClusterNodes``) cannot know it: a first start and a restart look alike until somebody renews a lease that
-this master never gave. Then there was a predecessor, and more of its nodes may come at any moment, each within a lease,
-since it notices when it renews. After that time a node that has not come has no lease any more: it has left. The first
-to come may be a node as new as the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
+The first question is which nodes belong to the cluster. Each of several masters learns it from etcd (``NodesInEtcd``).
+A single master (``ClusterNodes``) cannot know it: a first start and a restart look alike until an instance renews a
+lease that this master did not grant. Then there was a predecessor, and more of its nodes may arrive at any moment, each
+within a lease, since it notices when it renews. A node that has not come by then has no lease any more: it has left.
+The first arrival may be a node as new as the master, with no chunks; so for ``ALONE_S`` no node is taken for the only
+one.
 
     FRESH -- ALONE_S without a sign of a predecessor --> COUNTED
       |                                                    |
@@ -16,16 +17,16 @@ to come may be a node as new as the master, with nothing in it; so for ``ALONE_S
       |                                                                                                         v
       +------------------ the leases that a predecessor gave are over -------------------------------------> ENTERED
 
-In COUNTED and in ENTERED the known slots are those that all registered nodes have told.
+In COUNTED and in ENTERED the known slots are those reported by all registered nodes.
 
-The second question each range of keys answers for itself (``Rebuild``): how many of its slots are known. That falls
-again when a node comes that may hold something: one that was expelled and is back, or that has started again with what
-is on its disk. Its keys are not missing from the moment on in which it is let in, and which they are it has to tell.
-A node that says at its first registration that it holds nothing has told everything by that.
+The second question is answered by each range of keys for itself (``Rebuild``): how many of its slots are known. That
+number falls again when a node arrives that may hold something: one that was expelled and is back, or that has restarted
+with the contents of its disk. Its keys are not missing from its admission on, and it has to report them. A node that
+states at its first registration that it is empty has thereby reported everything.
 
-Example: 1,024 slots; nodes A and B have come back to a master that was restarted. After 3 s nobody else can come. A has
-told the slots below 700, B those below 520: 520 slots are known. Ranges 0 to 31 are ready, range 32 knows 8 of its 16
-slots, and a key of slot 600, in range 37, is neither here nor missing.
+Example: 1,024 slots; nodes A and B have come back to a restarted master. After 3 s no other node can come. A has
+reported the slots below 700, B those below 520: 520 slots are known. Ranges 0 to 31 are ready, range 32 knows 8 of its
+16 slots, and a key of slot 600, in range 37, is neither here nor missing.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from enum import Enum
 
 from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, slot_of
 
-#: A node's lease: who has not come to a new master within it has left the cluster.
+#: A node's lease: a node that has not come to a new master within it has left the cluster.
 REBUILD_S = 3.0
 #: Longer than a node takes to renew its lease at a master that has come back: it tries again every 0.2 to 0.5 s.
 ALONE_S = 1.0
 
 
 class Membership(Enum):
-    """The states of a master's knowledge of the nodes that belong to the cluster."""
+    """The states of a master's knowledge of the cluster's nodes."""
 
     FRESH = "new; a predecessor's nodes may not have noticed it yet"
     COUNTED = "the nodes that registered are all there are"
@@ -52,7 +53,7 @@ class Membership(Enum):
 
 
 class MembershipEvent(Enum):
-    """The events that change which nodes the master takes for all there are."""
+    """The events that change which nodes the master assumes to exist."""
 
     ALONE = "ALONE_S have passed"
     STRAY_LEASE = "an instance renewed a lease that this master never gave"
@@ -76,7 +77,7 @@ TRANSITIONS: dict[tuple[Membership, MembershipEvent], Membership] = {
 
 
 class ClusterNodes:
-    """Which nodes belong to the cluster, as far as the only master knows."""
+    """The cluster's nodes, to the knowledge of a single master."""
 
     def __init__(self, now_s: float, rebuild_s: float = REBUILD_S) -> None:
         self.state = Membership.FRESH
@@ -88,7 +89,7 @@ class ClusterNodes:
         self.state = TRANSITIONS[self.state, event]
 
     def tick(self, now_s: float) -> None:
-        """Let the times pass that are over at ``now_s``."""
+        """Advance the time to ``now_s``."""
         if now_s >= self._alone_s:
             self.handle(MembershipEvent.ALONE)
         if now_s >= self._leases_over_s:
@@ -105,20 +106,20 @@ class ClusterNodes:
 
 
 class NodesInEtcd:
-    """Which nodes belong to the cluster, as etcd tells every master: those that a leader has let in.
+    """The cluster's nodes according to etcd, for every master: those admitted by a leader.
 
-    If no leader has let in any, etcd may have been set up anew beneath nodes that hold chunks; then a master knows
-    nothing until each of them has had the time of a lease to come.
+    If no leader has admitted any, etcd may have been set up anew beneath nodes that hold chunks; then a master knows
+    nothing until each of them has had the time of a lease to arrive.
     """
 
     def __init__(self, now_s: float, rebuild_s: float = REBUILD_S) -> None:
         self._rebuild_s = rebuild_s
-        self._sure_s: float | None = None  # from when on; None: nothing has come from etcd yet
+        self._sure_s: float | None = None  # start of the wait; None: nothing has come from etcd yet
         self._is_sure = False
         self._admitted: frozenset[str] = frozenset()
 
     def update(self, admitted: frozenset[str] | None, now_s: float) -> None:
-        """Take the ids of all admitted nodes; None: no leader has admitted any yet."""
+        """Take the ids of all admitted nodes; None if no leader has admitted any yet."""
         if self._sure_s is None:
             self._sure_s = now_s if admitted is not None else now_s + self._rebuild_s
         self._admitted = admitted or frozenset()
@@ -128,7 +129,7 @@ class NodesInEtcd:
         """Do nothing: etcd alone decides."""
 
     def tick(self, now_s: float) -> None:
-        """Let the time pass in which nodes may come that etcd does not know."""
+        """Advance the time during which nodes unknown to etcd may arrive."""
         self._is_sure = self._is_sure or (self._sure_s is not None and now_s >= self._sure_s)
 
     def are_all(self, node_ids: Set[str]) -> bool:
@@ -140,16 +141,16 @@ class NodesInEtcd:
 
 
 class Rebuild:
-    """The slots of one range that this master knows.
+    """The slots of one range known to this master.
 
-    ``is_rebuilt``: all of them have been known since the range came to this master. From then on followers are told of
-    it, also while a node that has come has yet to tell what it holds.
+    ``is_rebuilt``: all of them have been known since the range came to this master. From then on it is reported to
+    followers, even while a newly arrived node has yet to report its chunks.
     """
 
     __slots__ = ("_first_slot", "is_rebuilt", "num_known_slots")
 
     def __init__(self, range_number: int) -> None:
-        #: So many slots of the range, from its first one on, are known.
+        #: Number of known slots of the range, from its first one on.
         self.num_known_slots = 0
         self.is_rebuilt = False
         self._first_slot = range_number * RANGE_SLOTS
@@ -164,7 +165,7 @@ class Rebuild:
         return self.num_known_slots == RANGE_SLOTS or slot_of(key) < self._first_slot + self.num_known_slots
 
     def update(self, num_slots: int) -> None:
-        """Take note that all nodes of the cluster have reported the first ``num_slots`` slots of the range."""
+        """Record that all nodes of the cluster have reported the first ``num_slots`` slots of the range."""
         self.num_known_slots = num_slots
         self.is_rebuilt = self.is_rebuilt or self.is_ready
 
@@ -173,11 +174,11 @@ class Rebuild:
 
 
 class ReportedSlots:
-    """The number of slots of each range that the nodes have reported, from its first one on.
+    """The number of leading slots of each range that the nodes have reported.
 
-    They are counted, so that to find the least of a range costs no walk over all nodes, and kept by range, so that to
-    forget one costs none either. Of a node that is not named in a range nothing counts. The slots of a node's
-    earlier reports count until a later report ends.
+    They are counted, so that finding the minimum of a range takes no walk over all nodes, and kept by range, so that
+    forgetting one takes none either. A node not named in a range does not count there. The slots of a node's earlier
+    reports count until a later report ends.
     """
 
     def __init__(self) -> None:
@@ -187,13 +188,13 @@ class ReportedSlots:
         self._counts = [[0] * (RANGE_SLOTS + 1) for _ in range(NUM_RANGES)]  # by range, and by slots: nodes
 
     def enter(self, node_id: str, empty: Iterable[int] = ()) -> None:
-        """A node has come, which holds nothing of the ranges ``empty``."""
+        """Enter a node that holds nothing of the ranges ``empty``."""
         self._num_nodes += 1
         for number in empty:
             self.report(node_id, number, RANGE_SLOTS)
 
     def leave(self, node_id: str) -> None:
-        """It has gone."""
+        """Remove a node."""
         self._num_nodes -= 1
         for reported, most, counts in zip(self._reported, self._most, self._counts, strict=True):
             reported.pop(node_id, None)
@@ -202,11 +203,11 @@ class ReportedSlots:
                 counts[num_slots] -= 1
 
     def begin(self, node_id: str, number: int) -> None:
-        """The node begins to report that range."""
+        """Record that the node begins to report that range."""
         self._reported[number][node_id] = 0
 
     def report(self, node_id: str, number: int, num_slots: int) -> None:
-        """The node has reported ``num_slots`` slots of that range."""
+        """Record that the node has reported ``num_slots`` slots of that range."""
         most, counts = self._most[number], self._counts[number]
         self._reported[number][node_id] = num_slots
         before = most.get(node_id)
@@ -217,20 +218,20 @@ class ReportedSlots:
             counts[num_slots] += 1
 
     def forget(self, number: int) -> None:
-        """Nothing of that range counts as reported any more."""
+        """Discard all reported slots of that range."""
         self._reported[number], self._most[number], self._counts[number] = {}, {}, [0] * (RANGE_SLOTS + 1)
 
     def reported(self, node_id: str, number: int) -> int | None:
-        """The number of slots in the node's last report of that range; None: no report of it has begun."""
+        """Return the number of slots in the node's last report of that range; None: no report of it has begun."""
         return self._reported[number].get(node_id)
 
     def unreported(self, node_id: str, numbers: Iterable[int]) -> list[int]:
-        """Those of the ranges that the node's last report has not completed."""
+        """Return those of the ranges that the node's last report has not completed."""
         reported = self._reported
         return [number for number in numbers if reported[number].get(node_id) != RANGE_SLOTS]
 
     def least(self, number: int) -> int:
-        """The number of slots of that range that all nodes have reported; all of them if there is no node."""
+        """Return the number of slots of that range reported by all nodes; all of them if there is no node."""
         counts = self._counts[number]
         if counts[RANGE_SLOTS] == self._num_nodes:
             return RANGE_SLOTS
@@ -239,7 +240,7 @@ class ReportedSlots:
         return next(num_slots for num_slots, num_nodes in enumerate(counts) if num_nodes)
 
     def check(self, node_ids: Set[str]) -> None:
-        """Assert that the counts are those of the nodes, and that none but ``node_ids`` are named."""
+        """Assert that the counts match the nodes, and that only ``node_ids`` are named."""
         assert self._num_nodes == len(node_ids)
         for reported, most, counts in zip(self._reported, self._most, self._counts, strict=True):
             assert most.keys() | reported.keys() <= node_ids

@@ -1,8 +1,7 @@
 """The calls that wait for keys to be stored: a bounded board. Pure.
 
-A waiting call names its keys and is over when each of them has been seen stored, when its time is up, or when its owner
-leaves.
-Example: w1 waits for a, b; w2 for b. b is stored: w2 is over. a is stored: w1 is over.
+A waiting call names its keys and ends when each of them has been seen stored, when its time is up, or when its owner
+leaves. Example: w1 waits for a, b; w2 for b. b is stored: w2 ends. a is stored: w1 ends.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ MAX_WAITERS = 1 << 15
 MAX_WAITERS_PER_OWNER = 128
 #: Keys of all waiting calls together.
 MAX_KEYS = 1 << 20
-#: A tenant has at most one in so many of the waiting calls, and of their keys.
+#: A tenant has at most this fraction (1 / n) of the waiting calls, and of their keys.
 _SHARES = 4
 
 
 class WaitingCall:
-    """One call that waits; ``missing`` are those of its keys that have not been seen yet, all of one tenant."""
+    """One waiting call; ``missing`` are its keys not seen yet, all of one tenant."""
 
     __slots__ = ("missing", "num_keys", "owner", "tenant", "until_s")
 
@@ -79,7 +78,7 @@ class WaitBoard:
         return waiter
 
     def stored(self, keys: Iterable[str]) -> list[WaitingCall]:
-        """Note that ``keys`` are stored; returns the waiting calls that are over by that."""
+        """Record that ``keys`` are stored; return the waiting calls that end by that."""
         over: list[WaitingCall] = []
         for key in keys:
             for waiter in self._by_key.pop(key, ()):
@@ -102,7 +101,7 @@ class WaitBoard:
         return over
 
     def leave(self, owner: object) -> list[WaitingCall]:
-        """Remove and return all waiting calls of ``owner``, which is gone."""
+        """Remove and return all waiting calls of ``owner``, which has left."""
         over = list(self._by_owner.get(owner, ()))
         for waiter in over:
             self._forget(waiter)
@@ -129,7 +128,7 @@ class WaitBoard:
         if not self._calls_of[waiter.tenant]:
             del self._calls_of[waiter.tenant], self._keys_of[waiter.tenant]
         if not self._num_waiters:
-            self._ends.clear()  # what is left in it is over
+            self._ends.clear()  # the remaining ones have ended
 
     def check(self) -> None:
         """Assert that the indexes agree and the bounds hold."""

@@ -1,1 +1,1 @@
-"""Which of several masters leads, decided without I/O and performed in etcd."""
+"""The election of the leading master, decided without I/O and performed in etcd."""

@@ -1,11 +1,11 @@
-"""The admitted nodes: those that the leader has let in, kept in etcd for its successor and for the owners of ranges.
+"""The nodes admitted by the leader, kept in etcd for its successor and for the owners of ranges.
 
 They are written before a node's registration is answered, so the next leader knows which nodes may hold acknowledged
 chunks, and its directory is complete as soon as all of them have reported. Only the leader may write them: etcd
 compares the leader's key, so a write under an old term fails.
 
-Their ids stand in one value, which tells a cluster without nodes from one that never had a leader, and each node has a
-key of its own with its Instance; both are written in one transaction.
+Their ids are in one value, which distinguishes a cluster without nodes from one that never had a leader, and each node
+has a key of its own with its Instance; both are written in one transaction.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tanghulu.protos import etcd_pb2
 from tanghulu.store.master.election.masters_view import ADMITTED, NODES
 
 _log = structlog.get_logger(__name__)
-#: Nodes that one line of the log names.
+#: Nodes named in one log line.
 MAX_NAMED = 8
-#: Nodes that are forgotten in one transaction; etcd takes 128 operations.
+#: Nodes forgotten in one transaction; etcd takes 128 operations.
 MAX_FORGOTTEN = 100
 
 
 class AdmittedNodes:
-    """The nodes, by id. ``leads`` tells whether this master leads now."""
+    """The nodes, by id. ``leads`` returns whether this master leads now."""
 
     def __init__(
         self, client: EtcdClient, namespace: str, leader_key: bytes, term: Callable[[], int], leads: Callable[[], bool]
@@ -49,23 +49,23 @@ class AdmittedNodes:
         self._lock = asyncio.Lock()
 
     def begin_term(self, known: Iterable[str]) -> None:
-        """Begin a term with the ids that the predecessor has left."""
+        """Begin a term with the ids left by the predecessor."""
         self._ids = set(known)
 
     def seen(self, nodes: Iterable[Instance]) -> None:
-        """Take ``nodes`` for those that have a key in etcd, as a watch has told."""
+        """Take ``nodes`` as those with a key in etcd, as reported by a watch."""
         self._written = {each.id: instance_to_bytes(each) for each in nodes}
 
     @property
     def ids(self) -> frozenset[str]:
-        """The ids of the nodes, those included that a predecessor has admitted."""
+        """The ids of the nodes, including those admitted by a predecessor."""
         return frozenset(self._ids | self._written.keys())
 
     @contextlib.asynccontextmanager
     async def admitting(self, node: Instance) -> AsyncIterator[None]:
         """Write ``node``, and forget no node while the body enters it into the directory.
 
-        Raises MasterUnavailable or NotLeader; then the node must not be let in.
+        Raises MasterUnavailable or NotLeader; then the node must not be admitted.
         """
         async with self._lock:
             value = instance_to_bytes(node)
@@ -74,7 +74,7 @@ class AdmittedNodes:
             yield
 
     async def keep(self, present: Callable[[], frozenset[str]]) -> None:
-        """Forget nodes that are not ``present`` when it is their turn; the next call makes good what is left."""
+        """Forget nodes that are not ``present`` when it is their turn; the next call completes what is left."""
         async with self._lock:
             gone = sorted((self._ids | self._written.keys()) - present())
             if self._leads() and gone:
@@ -97,7 +97,7 @@ class AdmittedNodes:
         for node_id in gone:
             key = self._prefix + node_id.encode()
             request.success.add(request_delete_range=etcd_pb2.DeleteRangeRequest(key=key))
-        self._written |= dict.fromkeys(puts, b"")  # perhaps, should there be no answer
+        self._written |= dict.fromkeys(puts, b"")  # perhaps, if there is no answer
         if not (await self._client.transact(request)).succeeded:
             raise NotLeader.naming("")
         self._ids = node_ids

@@ -1,15 +1,15 @@
-"""Which master should own which range of keys: a pure function of the masters that live.
+"""The intended owner of each range of keys: a pure function of the live masters.
 
-Rendezvous hashing (HRW): every pair of a range and a master has a weight, the hash of both, and the heaviest pairs
-come first. A master takes floor(64 / n) ranges, and 64 mod n of the masters take one more, so none has two more than
-another; a range whose heaviest master is full goes to its next. Whoever knows the ids comes to the same answer.
+Rendezvous hashing (HRW): every pair of a range and a master has a weight, the hash of both, and the heaviest pairs come
+first. A master takes floor(64 / n) ranges, and 64 mod n of the masters take one more, so none has two more than
+another; a range whose heaviest master is full goes to its next. Everyone with the same ids computes the same answer.
 
-Example: with the masters a, b and c two have 21 ranges and one 22. d comes: it gets 16, most of them from all three
-alike, and a few further ranges change hands among a, b and c since their shares have become smaller. d goes: each range
-is again where it was.
+Example: with the masters a, b and c two have 21 ranges and one 22. d joins: it gets 16, most of them from all three
+alike, and a few further ranges change hands among a, b and c since their shares have become smaller. d leaves: each
+range is back with its former owner.
 
-The *standby* of a range is the master that should own it if its owner were lost, so a range that was taken over by its
-standby need not be moved again.
+The *standby* of a range is the master that should own it if its owner were lost, so a range taken over by its standby
+need not be moved again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from xxhash import xxh3_64_intdigest
 
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 
-#: Sets of masters whose assignments are remembered: those of today with each of them lost, and of yesterday.
+#: Sets of masters whose assignments are cached: the current ones with each of them lost, and the previous ones.
 _MAX_REMEMBERED = 256
 
 
 def assign(ids: Iterable[str]) -> tuple[str, ...]:
-    """The master that should own each range, of those with ``ids``; empty without any."""
+    """Return the master that should own each range, of those with ``ids``; empty without any."""
     return _assign(tuple(sorted(set(ids))))
 
 
 def standbys(ids: Iterable[str], owners: Sequence[str]) -> tuple[str, ...]:
-    """The standby of each range that has the owner in ``owners``, of the masters with ``ids``; "" if there is none."""
+    """Return the standby of each range owned as in ``owners``, of the masters with ``ids``; "" if there is none."""
     masters = frozenset(ids)
     left = {owner: assign(masters - {owner}) for owner in set(owners)}
     return tuple(left[owner][number] if left[owner] else "" for number, owner in enumerate(owners))

@@ -1,9 +1,9 @@
-"""The masters of a cluster in etcd, as far as this master has seen them. Pure.
+"""The masters of a cluster in etcd, as seen by this master. Pure.
 
-Under one prefix lie ``leader``, ``masters/ID``, ``ranges/00`` to ``ranges/63``, ``nodes/ID``, and ``nodes`` with the
-ids of all admitted nodes, which is there as soon as a leader has admitted any. A master watches the prefix and receives
-the changes in their order, those of one revision together, perhaps late. All masters that have seen a revision come to
-the same conclusions: each decides for itself who should own a range, and asks nobody.
+Under one prefix are ``leader``, ``masters/ID``, ``ranges/00`` to ``ranges/63``, ``nodes/ID``, and ``nodes`` with the
+ids of all admitted nodes, which exists once a leader has admitted any. A master watches the prefix and receives the
+changes in order, those of one revision together, perhaps late. All masters that have seen a revision come to the same
+conclusions: each decides for itself who should own a range, without asking others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEADER, MASTERS, RANGES, NODES, ADMITTED = "leader", "masters/", "ranges/", "nod
 
 
 def range_name(number: int) -> str:
-    """The name below the prefix of the key of range ``number``."""
+    """Return the name below the prefix of the key of range ``number``."""
     return f"{RANGES}{number:02d}"
 
 
@@ -29,10 +29,10 @@ RANGE_NUMBERS = {range_name(number): number for number in range(NUM_RANGES)}
 
 @dataclass(frozen=True, slots=True)
 class KeySeen:
-    """A key as etcd has had it from ``revision`` on: ``name`` is what follows the prefix.
+    """A key's state in etcd from ``revision`` on: ``name`` is its name below the prefix.
 
     The value of a range's key is the id of its owner, a ``text``, as are the ids in ``nodes``; that of any other key is
-    an ``instance``. A key that is gone has neither. ``lease``: the lease that it is attached to.
+    an ``instance``. A deleted key has neither. ``lease``: the lease it is attached to.
     """
 
     name: str
@@ -44,7 +44,7 @@ class KeySeen:
 
 @dataclass(frozen=True, slots=True)
 class RangeHolder:
-    """The holder of the key of a range: the id of a master, the lease that it is held under, and its term."""
+    """The holder of the key of a range: the id of a master, the lease it is held under, and its term."""
 
     owner: str
     lease: int
@@ -66,14 +66,15 @@ class MastersView:
         self.admitted: frozenset[str] | None = None
         self.holders: list[RangeHolder | None] = [None] * NUM_RANGES
         self._terms = [0] * NUM_RANGES  # the last one of each range
-        self._map_revision = 0  # of the last change that the map tells of
+        self._map_revision = 0  # of the last change shown in the map
 
     def begin(self, keys: Iterable[KeySeen], revision: int) -> None:
-        """Take ``keys`` for all that there were at ``revision``.
+        """Take ``keys`` as all existing ones at ``revision``.
 
-        The map's version is then what it is for those who have watched all the time, or callers that know this master's
-        would refuse theirs: etcd's revision also grows by what the map does not tell. Only where something has gone
-        unseen, at a revision that nobody tells, is it taken; others get there with the next change, which follows.
+        The map's version then equals that of masters which have watched all the time; otherwise callers that know this
+        master's version would refuse theirs, since etcd's revision also grows by changes outside the map. Only if
+        something has been missed, at an unknown revision, is this revision taken; others get there with the next
+        change, which follows.
         """
         assert revision >= self.revision, "etcd's revisions only grow"
         keys = list(keys)
@@ -88,12 +89,12 @@ class MastersView:
             self._take(key)
 
     def _mapped_names(self) -> set[str]:
-        """The names of the keys that the map tells of."""
+        """Return the names of the keys shown by the map."""
         held = {name for name, number in RANGE_NUMBERS.items() if self.holders[number] is not None}
         return held | {MASTERS + name for name in self.masters} | ({LEADER} if self.leader is not None else set())
 
     def change(self, keys: Iterable[KeySeen]) -> None:
-        """Take the changes of one revision, or of several in order; those that were told before change nothing."""
+        """Take the changes of one revision, or of several in order; repeated ones change nothing."""
         for key in keys:
             if key.revision >= self.revision:
                 self.revision = key.revision
@@ -127,7 +128,7 @@ class MastersView:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The master that should own each range; "" if none of those that can should."""
+        """The master that should own each range; "" if no candidate should."""
         return assign(self.masters) or ("",) * NUM_RANGES
 
     @property
@@ -136,13 +137,13 @@ class MastersView:
         return standbys(self.masters, self.wanted)
 
     def map(self, cluster: int) -> RangeMap:
-        """The map of the etcd with the id ``cluster``."""
+        """Return the map of the etcd with the id ``cluster``."""
         found = [self.masters.get(holder.owner) if holder is not None else None for holder in self.holders]
         owners = tuple(None if each is None else each.address for each in found)
         return RangeMap(self._map_revision, cluster, owners, tuple(self._terms))
 
     def check(self) -> None:
-        """Assert that every master has a lease, and that no term is later than what has been seen."""
+        """Assert that every master has a lease, and that no term is later than the last seen revision."""
         assert self.masters.keys() == self.leases.keys()
         assert all(holder is None or holder.term <= self.revision for holder in self.holders)
         assert self._map_revision <= self.revision

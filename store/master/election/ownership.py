@@ -1,4 +1,4 @@
-"""The driver of RangeElection: talks to etcd, and lets this master answer for the ranges that it owns, and lead."""
+"""The driver of RangeElection: talks to etcd, and lets this master serve its ranges, and lead."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from tanghulu.store.protocol.terms import Renewals
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
-#: Every call to etcd; less than a lease, so that a renewal that hangs is followed by another.
+#: Limit of every call to etcd; less than a lease, so that a hanging renewal is followed by another.
 _CALL_DEADLINE_S = 1.0
 _TICK_S = 0.02
 _RETRY_S = 0.2
-#: Seconds that a closing master tries to give its lease back.
+#: Seconds that a closing master tries to return its lease.
 _RESIGN_S = 1.0
-#: Between two looks whether the watch has told of a node that was let in: a millisecond or two after the answer.
+#: Interval of checks whether the watch has reported an admitted node: a millisecond or two after the answer.
 _LOOK_S = 0.002
 
 
 @dataclass(frozen=True)
 class Duties:
-    """The actions of a master when its part changes in etcd.
+    """The actions of a master when its role changes in etcd.
 
-    ``own(range)`` begins to answer for a range, with an empty directory, ``disown(range)`` ends that, ``lead(term)``
-    and ``step_down()`` begin and end to lead. ``nodes(nodes, ids)`` takes the admitted nodes whenever they
-    change, before ``own``, and the ids of all, some of which are known by their id alone; None: none was ever let in.
+    ``own(range)`` begins to serve a range, with an empty directory, ``disown(range)`` ends that, ``lead(term)`` and
+    ``step_down()`` begin and end leading. ``nodes(nodes, ids)`` takes the admitted nodes whenever they change, before
+    ``own``, and the ids of all, some of which are known by their id alone; None if none was ever admitted.
     """
 
     own: Callable[[int], None]
@@ -73,9 +73,9 @@ class Duties:
 
 
 class ProofWaiters:
-    """Waits of callers until etcd has confirmed a renewal that was asked for behind their call; one serves all.
+    """Callers waiting until etcd has confirmed a renewal requested after their call; one renewal serves all.
 
-    ``num_asked`` and ``num_confirmed`` count the renewals of the lease; ``renew`` asks for one.
+    ``num_asked`` and ``num_confirmed`` count the renewals of the lease; ``renew`` requests one.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ProofWaiters:
         self._is_renewing = False
 
     async def wait(self) -> int:
-        """Wait for the proof, or until the lease is over; how many renewals were asked for before."""
+        """Wait for the proof, or until the lease ends; return the number of renewals requested before."""
         number, proven = self._num_asked(), asyncio.get_running_loop().create_future()
         self._waiting.append((number, proven))
         if not self._is_renewing:
@@ -98,7 +98,7 @@ class ProofWaiters:
         return number
 
     def settle(self, holds: bool) -> None:
-        """Let those go on whose renewal has been confirmed, all if the lease is over; ask for another for the rest."""
+        """Wake those whose renewal is confirmed, or all if the lease has ended; request another for the rest."""
         self._is_renewing = False
         waiting, self._waiting = self._waiting, []
         for number, proven in waiting:
@@ -117,7 +117,7 @@ class ProofWaiters:
 
 
 class EtcdOwnership:
-    """The ranges of this master among several, whether it leads, and the map of all of them."""
+    """The ranges of one of several masters, whether it leads, and the map of all of them."""
 
     shares = True
 
@@ -138,7 +138,7 @@ class EtcdOwnership:
         self._clock = clock
         self._duties = duties
         self._map = self.election.view.map(0)
-        self._nodes: tuple[dict[str, Instance], frozenset[str] | None] | None = None  # as the duties were told
+        self._nodes: tuple[dict[str, Instance], frozenset[str] | None] | None = None  # as passed to the duties
         self.admitted = AdmittedNodes(
             self._client,
             instance.namespace,
@@ -153,21 +153,21 @@ class EtcdOwnership:
             lambda: self.election.num_confirmed,
         )
 
-    # --- questions of the calls
+    # --- the calls' questions
 
     @property
     def owned(self) -> frozenset[int]:
-        """The ranges that this master may answer for now."""
+        """The ranges that this master may serve now."""
         return self.election.owned(self._clock.now_s())
 
     @property
     def map(self) -> RangeMap:
-        """The map as far as this master has been told; replaced when it changes."""
+        """The latest map received by this master; replaced when it changes."""
         return self._map
 
     @property
     def nodes(self) -> Mapping[str, Instance]:
-        """The admitted nodes that this master has been told of; ask anew for later ones."""
+        """The admitted nodes known to this master; read it again for later ones."""
         return self.election.view.nodes
 
     @property
@@ -186,7 +186,7 @@ class EtcdOwnership:
             raise self._not_leader()
 
     def refusal(self) -> MasterUnavailable:
-        """The error for callers that ask for keys of others."""
+        """Return the error for callers that request keys of other masters."""
         return KeysMoved.known_in(self._map.version)
 
     def _not_leader(self) -> NotLeader:
@@ -196,9 +196,9 @@ class EtcdOwnership:
 
     @contextlib.asynccontextmanager
     async def admitting(self, node: Instance) -> AsyncIterator[None]:
-        """Admit ``node``, whose lease begins in the body; this master's own watch has told of it before.
+        """Admit ``node``, whose lease begins in the body; this master's own watch has reported it before.
 
-        Raises MasterUnavailable or NotLeader; then the node must not be let in.
+        Raises MasterUnavailable or NotLeader; then the node must not be admitted.
         """
         self.require()
         async with self.admitted.admitting(node):
@@ -213,7 +213,7 @@ class EtcdOwnership:
 
     @property
     def renewals(self) -> Renewals:
-        """Of this master's lease, as callers count them."""
+        """The renewals of this master's lease, as counted by callers."""
         return self.election.renewals(self._clock.now_s())
 
     @property
@@ -222,9 +222,9 @@ class EtcdOwnership:
         return self._ttl_s
 
     async def prove(self) -> int:
-        """Wait until etcd has confirmed a renewal that is asked for after this call; how many were asked for before.
+        """Wait until etcd has confirmed a renewal requested after this call; return the number requested before.
 
-        One renewal serves all who wait. Raises NotLeader if this master owns no range then.
+        One renewal serves all waiters. Raises NotLeader if this master owns no range then.
         """
         self._require_any()
         number = await self._proofs.wait()
@@ -238,7 +238,7 @@ class EtcdOwnership:
     # --- taking part
 
     async def run(self) -> None:
-        """Take part until cancelled; then give everything back."""
+        """Take part until cancelled; then release everything."""
         watching = asyncio.create_task(self._watch())
         try:
             while not watching.done():
@@ -256,7 +256,7 @@ class EtcdOwnership:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Tell the election of all keys, now and whenever they change."""
+        """Pass all keys to the election, now and whenever they change."""
         while True:
             try:
                 await self._observe()
@@ -333,7 +333,7 @@ class EtcdOwnership:
             case Renew():
                 await self._renew(instruction)
             case Revoke(lease):
-                with contextlib.suppress(MasterUnavailable):  # then it runs out by itself
+                with contextlib.suppress(MasterUnavailable):  # then it expires by itself
                     await self._client.revoke(lease)
             case Announce():
                 await self._announce(instruction)
@@ -374,7 +374,7 @@ class EtcdOwnership:
         self.election.done(claim, self._clock.now_s())
 
     async def _write(self, write: Claim | HandOver) -> None:
-        """Write the ranges' keys in one transaction; one by one if that fails, as one of them may be another's now."""
+        """Write the ranges' keys in one transaction; one by one if that fails, as one may have changed hands."""
         owner, terms = (
             (self._instance.id, [(number, 0) for number in write.ranges])
             if isinstance(write, Claim)
@@ -387,7 +387,7 @@ class EtcdOwnership:
         self.election.done(write, self._clock.now_s())
 
     async def _write_keys(self, terms: Iterable[tuple[int, int]], owner: str, lease: int) -> bool:
-        """Write the keys of ranges if each still has its term, 0 if it is absent, all or none."""
+        """Write the keys of ranges if each still has its term (0 if absent), all or none."""
         request = etcd_pb2.TxnRequest()
         for number, term in terms:
             key = self._prefix + range_name(number).encode()
@@ -404,7 +404,7 @@ def _is_gone(change: etcd_pb2.Event) -> bool:
 
 
 def _instance(name: str, value: bytes) -> Instance | None:
-    """The instance in a key's value; None, and it is told, for one that cannot be read."""
+    """Return the instance in a key's value; None, with a log line, for an unreadable one."""
     if not value:
         return None
     try:

@@ -1,11 +1,11 @@
-"""Which ranges of keys one of several masters owns, and whether it leads: the decisions, without I/O.
+"""Ownership of ranges by one of several masters, and leadership: the decisions, without I/O.
 
 ``ownership`` is the driver.
 
 Every range has a key in etcd, which is its lock: the master whose lease it is attached to owns the range, and the
-revision at which it was written is the range's *term*. A master has one lease for all that it holds. A key vanishes
-with its owner's lease, and then is written by another master if it is absent; and only the owner itself may rewrite it,
-to hand the range over.
+revision at which it was written is the range's *term*. A master has one lease for all its keys. A key vanishes with its
+owner's lease, and is then written by another master if it is absent; only the owner itself may rewrite it, to hand the
+range over.
 
     VACANT --KEY_OURS--> OWNED --GIVEN_UP--> HANDING_OVER --KEY_OTHERS--> FOLLOWING
       ^                    |                      |  |                        |
@@ -13,22 +13,22 @@ to hand the range over.
       |                    v
       +-----KEY_GONE---- LOST        KEY_GONE leads to VACANT, and KEY_OTHERS to FOLLOWING, from every state
 
-One more key, the leader's, is under the same lease: whoever finds it absent claims it, and nobody hands it over. Its
-owner leads as long as its lease lives: it alone lets nodes in, places chunks and tells who is there.
+One more key, the leader's, is under the same lease: any master that finds it absent claims it, and it is never handed
+over. Its owner leads while its lease is valid: it alone admits nodes, places chunks and reports the members.
 
-What a master believes about keys comes from its watch alone, never from the answers to its own writes, so that it knows
-of every change up to the revision of its own term before it answers for a range: which nodes are admitted, too.
+A master believes about keys only what its watch reports, never the answers to its own writes, so that it has seen every
+change up to the revision of its own term before it serves a range: including the admitted nodes.
 
-Why no two masters answer for a range at one time:
-- A lease is counted by this master's clock from before it was asked for, MARGIN_S less than by etcd. When it is over
-  this master owns nothing, and it never believes a key that is attached to a lease which it has given up.
-- A range is given up before the key is rewritten, and whatever happens to that call, this term is never answered for
-  again: the key is rewritten, guarded by its term, until it has a later one, be it for the same master.
-- For a clock that stood still with its machine see ``protocol.terms.LeaseProofs``. Confirmed renewals of a lease are
-  told only while a range is owned under it, so the map's version has changed since the lease before: what was said
-  under that one is never proven by a renewal of this one.
+Why two masters never serve a range at the same time:
+- A lease is counted by this master's clock from before its request, MARGIN_S less than by etcd. When it has ended this
+  master owns nothing, and it never accepts a key attached to a lease that it has given up.
+- A range is given up before the key is rewritten, and whatever happens to that call, this term is never served again:
+  the key is rewritten, guarded by its term, until it has a later one, possibly for the same master.
+- For a clock that stopped with its machine see ``protocol.terms.LeaseProofs``. Confirmed renewals of a lease are
+  reported only while a range is owned under it, so the map's version has changed since the lease before: answers given
+  under that one are never proven by a renewal of this one.
 
-Example with ttl 2 s: A owns range 5 in term 40. B comes, and 0.5 s later, when no other has come or gone, A gives range
+Example with ttl 2 s: A owns range 5 in term 40. B joins, and 0.5 s later, when no other has come or gone, A gives range
 5 up and rewrites its key for B, which sees it at revision 57 and answers in term 57. B stops; at its lease's end its
 keys vanish together, A is the standby of range 5, claims it at once, and owns it in term 63. C, which would have been
 next, waits for 0.3 s and finds the key taken.
@@ -46,18 +46,18 @@ from tanghulu.store.master.election.masters_view import KeySeen, MastersView
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.terms import MARGIN_S, Renewals
 
-#: Renewals that are asked for in the time of one lease.
+#: Renewals requested during one lease.
 RENEWALS = 6
-#: After a write that was answered, or will not be, until the next of that key.
+#: Pause between a write that was answered, or will not be, and the next of that key.
 RETRY_S = 0.1
-#: A vacant range is left to the master that should own it for so long.
+#: Time for which a vacant range is left to the master that should own it.
 OTHERS_WAIT_S = 0.3
-#: Ranges are handed over when no master has come or gone for so long.
+#: Ranges are handed over when no master has come or gone for this time.
 SETTLE_S = 0.5
 
 
 class RangeState(Enum):
-    """The states of a range, to one master."""
+    """The states of a range, as seen by one master."""
 
     VACANT = "nobody owns it; who should own it claims it, the others a little later"
     OWNED = "this master answers for it while its lease lives"
@@ -91,12 +91,12 @@ RANGE_TRANSITIONS: dict[tuple[RangeState, RangeEvent], RangeState] = {
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Ask for a lease; answer with ``lease_granted`` or ``apply_failed``."""
+    """Request a lease; answer with ``lease_granted`` or ``apply_failed``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Renew the lease; answer with ``renewed``. One that fails is answered by nothing: the next follows soon."""
+    """Renew the lease; answer with ``renewed``. A failed renewal needs no answer: the next follows soon."""
 
     lease: int
     number: int = 0
@@ -104,7 +104,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Give the lease back, and with it all keys under it."""
+    """Return the lease, and with it all keys under it."""
 
     lease: int
 
@@ -118,7 +118,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Lead no more."""
+    """Stop leading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ClaimLead:
 class HandOver:
     """Rewrite the keys of ranges under ``lease`` of ``owner``, each if it still has its term; answer with ``done``.
 
-    ``owner`` may be this master itself: then the range is taken back, in a later term.
+    ``owner`` may be this master itself: then it takes the range back, in a later term.
     """
 
     owner: str
@@ -162,7 +162,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Begin to answer for a range, with an empty directory."""
+    """Begin to serve a range, with an empty directory."""
 
     number: int
     term: int
@@ -170,7 +170,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """Answer for a range no more, and forget what it holds."""
+    """Stop serving a range, and forget its contents."""
 
     number: int
 
@@ -189,23 +189,23 @@ class RangeElection:
         self.states = [RangeState.VACANT] * NUM_RANGES
         self._owned: frozenset[int] | None = frozenset()  # those in state OWNED; None: to be counted
         self.num_asked = 0  # renewals, the grants of leases among them
-        self.num_confirmed = 0  # the last of them that etcd has confirmed
+        self.num_confirmed = 0  # the last of them confirmed by etcd
         self.term = 0  # in which this master leads, or led last
         self._is_leading = False
         self._id = master_id
         self._ttl_s = ttl_s
         self._has_resigned = False
         self._lease = 0
-        self._until_s = 0.0  # when this master takes its lease for over
+        self._until_s = 0.0  # end of the lease for this master
         self._renew_s = 0.0
         self._applying = False
-        self._apply_s = 0.0  # no sooner than that, a lease is asked for
-        self._announce_s: float | None = 0.0  # no sooner than that, its own key is written; None: it is being written
+        self._apply_s = 0.0  # earliest time to request a lease
+        self._announce_s: float | None = 0.0  # earliest time to write its own key; None: it is being written
         self._lead_s: float | None = 0.0  # the same of the leader's key
-        self._vacant_s = [0.0] * NUM_RANGES  # since when nobody has owned it
+        self._vacant_s = [0.0] * NUM_RANGES  # since when it has had no owner
         self._write_s: list[float | None] = [0.0] * NUM_RANGES  # the same of each range's key
-        self._given_up = [0] * NUM_RANGES  # the last term of each range that this master has given up
-        self._settled_s = 0.0  # no sooner than that, ranges are handed over
+        self._given_up = [0] * NUM_RANGES  # the last term of each range given up by this master
+        self._settled_s = 0.0  # earliest time to hand over ranges
 
     # --- questions
 
@@ -219,11 +219,11 @@ class RangeElection:
         return self._is_leading and now_s < self._until_s
 
     def owns(self, number: int, now_s: float) -> bool:
-        """Return whether this master may answer for a range at ``now_s``."""
+        """Return whether this master may serve a range at ``now_s``."""
         return self.states[number] is RangeState.OWNED and now_s < self._until_s
 
     def owned(self, now_s: float) -> frozenset[int]:
-        """The ranges that this master may answer for at ``now_s``."""
+        """Return the ranges that this master may serve at ``now_s``."""
         if now_s >= self._until_s:
             return frozenset()
         if self._owned is None:
@@ -231,16 +231,16 @@ class RangeElection:
         return self._owned
 
     def renewals(self, now_s: float) -> Renewals:
-        """Of this master's lease, as callers count them; of no confirmed one while it owns no range.
+        """Return the renewals of this master's lease, as counted by callers; no confirmed one while it owns no range.
 
-        It is never 0, which would tell that no proof is needed.
+        It is never 0, which would mean that no proof is needed.
         """
         return Renewals(self.num_asked or 1, self.num_confirmed if self.owned(now_s) else 0)
 
-    # --- events: what the watch tells
+    # --- events: reports of the watch
 
     def snapshot(self, keys: Iterable[KeySeen], revision: int, now_s: float) -> list[RangeInstruction]:
-        """Take all keys as they were at ``revision``; of one that is older than what was seen, nothing."""
+        """Take all keys at ``revision``; ignore a snapshot older than what was seen."""
         if revision < self.view.revision:
             return []
         masters = self.view.masters
@@ -258,7 +258,7 @@ class RangeElection:
     # --- events: answers
 
     def lease_granted(self, lease: int, asked_s: float, now_s: float) -> list[RangeInstruction]:
-        """The answer to Apply, which was asked at ``asked_s``."""
+        """Take the answer to Apply, which was requested at ``asked_s``."""
         if not self._applying or asked_s + self._ttl_s - MARGIN_S <= now_s:
             self._applying = False
             return [Revoke(lease)]
@@ -269,11 +269,11 @@ class RangeElection:
         return self._act(now_s)
 
     def apply_failed(self, now_s: float) -> None:
-        """Take note that Apply got no answer."""
+        """Record that Apply got no answer."""
         self._applying, self._apply_s = False, now_s + RETRY_S
 
     def renewed(self, renewal: Renew, asked_s: float, now_s: float, *, known: bool) -> list[RangeInstruction]:
-        """The answer to Renew, which was asked at ``asked_s``; not ``known``: the lease is over."""
+        """Take the answer to Renew, which was requested at ``asked_s``; not ``known``: the lease has ended."""
         if renewal.lease != self._lease:
             return []
         if known:
@@ -282,7 +282,7 @@ class RangeElection:
         return self._lease_over(now_s)
 
     def done(self, written: Announce | Claim | ClaimLead | HandOver, now_s: float) -> None:
-        """Take note that a write was answered, or will not be; whether it was done the watch tells."""
+        """Record that a write has ended, answered or not; the watch reports whether it took effect."""
         if isinstance(written, Announce):
             if written.lease == self._lease:
                 self._announce_s = now_s + RETRY_S
@@ -296,7 +296,7 @@ class RangeElection:
     # --- events: time
 
     def renew(self, now_s: float) -> list[RangeInstruction]:
-        """Ask for a renewal now; nothing without a lease."""
+        """Request a renewal now; nothing without a lease."""
         if not self._lease:
             return []
         self._renew_s = now_s + self._ttl_s / RENEWALS
@@ -304,13 +304,13 @@ class RangeElection:
         return [Renew(self._lease, self.num_asked)]
 
     def tick(self, now_s: float) -> list[RangeInstruction]:
-        """Let the lease end, and renewals and writes fall due; called often."""
+        """Advance the time: end the lease, or start due renewals and writes; called often."""
         over = self._lease_over(now_s) if self._lease and now_s >= self._until_s else []
         renewals = self.renew(now_s) if self._lease and now_s >= self._renew_s else []
         return [*over, *renewals, *self._act(now_s)]
 
     def resign(self, now_s: float) -> list[RangeInstruction]:
-        """Give everything back, for the process ends."""
+        """Release everything, as the process ends."""
         self._has_resigned = True
         return self._lease_over(now_s)
 
@@ -343,7 +343,7 @@ class RangeElection:
             self._owned = None
 
     def _seen(self, is_other_set: bool, now_s: float) -> list[RangeInstruction]:
-        """Bring every range into the state that its key says, then act."""
+        """Bring every range into the state given by its key, then act."""
         if is_other_set:
             self._settled_s = now_s + SETTLE_S
         instructions: list[RangeInstruction] = []
@@ -363,7 +363,7 @@ class RangeElection:
         return [*instructions, *self._see_leader(), *self._act(now_s)]
 
     def _see_leader(self) -> list[RangeInstruction]:
-        """Lead in the term of the leader's key if that is under this master's lease; else do not."""
+        """Lead in the term of the leader's key if it is under this master's lease; otherwise do not."""
         view = self.view
         is_mine = view.leader is not None and view.leader_lease == self._lease != 0
         if self._is_leading and is_mine and view.leader_term == self.term:
@@ -374,7 +374,7 @@ class RangeElection:
         return [*([StepDown()] if stepped_down else []), *([Lead(self.term)] if is_mine else [])]
 
     def _event_of(self, number: int) -> RangeEvent | None:
-        """The state of a range's key; None: nothing new, for this master has given it up in that very term."""
+        """Return the state of a range's key; None: nothing new, as this master has given it up in that very term."""
         holder = self.view.holders[number]
         if holder is None:
             return RangeEvent.KEY_GONE
@@ -385,7 +385,7 @@ class RangeElection:
         return RangeEvent.KEY_OURS if holder.term > self._given_up[number] else None
 
     def _act(self, now_s: float) -> list[RangeInstruction]:
-        """Instructions that are due: lease, own key, keys of vacant ranges, and those of other masters."""
+        """Return due instructions: lease, own key, keys of vacant ranges, and those of other masters."""
         if self._has_resigned or not self.has_begun:
             return []
         if not self._lease:
@@ -443,7 +443,7 @@ class RangeElection:
         return write_s is not None and now_s >= write_s
 
     def check(self) -> None:
-        """Assert that what is owned is held under this master's lease, in a term that it has not given up."""
+        """Assert that owned ranges are held under this master's lease, in a term that it has not given up."""
         self.view.check()
         assert 0 <= self.num_confirmed <= self.num_asked
         assert bool(self._lease) == (self._until_s > 0.0)

@@ -1,1 +1,1 @@
-"""Replication: which chunks should be held by more nodes or by fewer, decided without I/O."""
+"""Replication: chunks that should be held by more nodes or by fewer, decided without I/O."""

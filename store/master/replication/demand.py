@@ -1,4 +1,4 @@
-"""Which chunks more nodes should hold: keys that are read very often, and keys for which somebody asked. Pure."""
+"""Chunks that more nodes should hold: keys read very often, and keys requested explicitly. Pure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from collections.abc import Iterable
 
 from tanghulu.errors import InvalidRequest
 
-#: Keys of which reads are counted.
+#: Keys whose reads are counted.
 MAX_HOT_KEYS = 1024
 TAU_S = 5.0
 #: Gets a second below which a key is forgotten.
 MIN_RATE = 1.0
 #: Keys with a request at one time.
 MAX_REQUESTED_KEYS = 8192
-#: Longest time for which one call can ask.
+#: Longest time that one call can request.
 MAX_REQUEST_S = 3600.0
 
 
 class HotKeyRates:
     """Decayed counts of reads, of a bounded number of keys.
 
-    Nodes tell how often their most-read chunks were read since they last announced. A key's count decays with the time
-    constant ``TAU_S``, so count / TAU_S is its rate in gets a second. Beyond ``MAX_HOT_KEYS`` the new key replaces the
-    coolest one and inherits its count (space-saving, Metwally et al. 2005): a key that stays hot cannot be missed.
+    Nodes report the number of reads of their most-read chunks since the last announcement. A key's count decays with
+    the time constant ``TAU_S``, so count / TAU_S is its rate in gets a second. Beyond ``MAX_HOT_KEYS`` the new key
+    replaces the coolest one and inherits its count (space-saving, Metwally et al. 2005): a key that stays hot cannot be
+    missed.
 
-    Example: 500 gets are told each second: the count settles at 500 * 5 = 2500 and the rate at 500 gets a second; 5 s
-    after the last of them it is 184.
+    Example: 500 gets are reported each second: the count settles at 500 * 5 = 2500 and the rate at 500 gets a second; 5
+    s after the last of them it is 184.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class HotKeyRates:
         return len(self._counts)
 
     def add(self, gets: Iterable[tuple[str, int]], now_s: float) -> None:
-        """Count ``gets``: pairs of a key and how often it was read."""
+        """Count ``gets``: pairs of a key and its number of reads."""
         for key, num_gets in gets:
             inherited = 0.0
             if key not in self._counts and len(self._counts) >= MAX_HOT_KEYS:
@@ -50,11 +51,11 @@ class HotKeyRates:
         return count * math.exp((at_s - now_s) / TAU_S)
 
     def rate(self, key: str, now_s: float) -> float:
-        """The gets of ``key`` a second."""
+        """Return the gets of ``key`` a second."""
         return self._count(key, now_s) / TAU_S
 
     def keys(self, now_s: float) -> list[str]:
-        """The keys that are read at least ``MIN_RATE`` times a second, hottest first; forget the others."""
+        """Return the keys read at least ``MIN_RATE`` times a second, hottest first; forget the others."""
         rates = {key: self.rate(key, now_s) for key in self._counts}
         for key in [key for key, rate in rates.items() if rate < MIN_RATE]:
             del self._counts[key], rates[key]
@@ -69,24 +70,24 @@ class HotKeyRates:
 
 
 class ReplicaRequests:
-    """Chunks that somebody asked to be held by more nodes, and until when; CopyPlanner orders the copies.
+    """Requests for more holders of chunks, with their ends; CopyPlanner orders the copies.
 
-    Example: a conductor sees that a document's prefix is about to be read from everywhere and asks for two holders of
-    its 100 chunks for 30 s. It asks again while that lasts; a request that is over is forgotten here, and the copies go
-    when nobody reads them (CopyPlanner's cooling).
+    Example: a conductor sees that a document's prefix is about to be read from everywhere and requests two holders of
+    its 100 chunks for 30 s. It repeats the request while that lasts; an expired request is forgotten here, and unread
+    copies are dropped (CopyPlanner's cooling).
     """
 
     def __init__(self) -> None:
-        self._asked: dict[str, tuple[int, float]] = {}  # key -> (wanted holders, until)
+        self._asked: dict[str, tuple[int, float]] = {}  # key -> (wanted holders, end)
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def ask(self, keys: Iterable[str], holders: int, for_s: float, now_s: float) -> int:
-        """Have ``holders`` nodes hold each of ``keys`` for ``for_s`` seconds; returns how many keys were taken.
+        """Have ``holders`` nodes hold each of ``keys`` for ``for_s`` seconds; return how many keys were accepted.
 
-        Beyond MAX_REQUESTED_KEYS no new key is taken. Raises InvalidRequest for less than one holder or a time outside
-        of 0 to MAX_REQUEST_S.
+        Beyond MAX_REQUESTED_KEYS no new key is accepted. Raises InvalidRequest for less than one holder or a time
+        outside of 0 to MAX_REQUEST_S.
         """
         if holders < 1:
             raise InvalidRequest(f"{holders} holders were asked for; at least one node holds a chunk")
@@ -102,11 +103,11 @@ class ReplicaRequests:
         return num_taken
 
     def wanted(self, key: str) -> int:
-        """The number of nodes that shall hold ``key``; 1 without a request."""
+        """Return the number of nodes that should hold ``key``; 1 without a request."""
         return self._asked[key][0] if key in self._asked else 1
 
     def keys(self, now_s: float) -> list[str]:
-        """The keys with a request that is not over; forget the others."""
+        """Return the keys with a current request; forget the others."""
         for key in [key for key, (_, until_s) in self._asked.items() if until_s <= now_s]:
             del self._asked[key]
         return list(self._asked)

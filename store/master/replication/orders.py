@@ -1,10 +1,11 @@
-"""Copies and drops that nodes are told to make: which are open, and how much may be. Pure; knows no reason for them.
+"""Orders to nodes to copy and to drop chunks: the open ones, and their limits. Pure; independent of the reasons.
 
 Two bounds for every node, counted as source and as target alike: ``MAX_OPEN`` orders, and a rate in bytes a second (a
 token bucket that may go below zero by one order, so that a chunk larger than a second's worth moves too). Targets pull:
-an order waits here until its target announces, and is over when the target announces the chunk, says that it failed,
-or ``ORDER_S`` have passed. Drops have no end that one could see if the node holds nothing any more, so what was told is
-remembered for as long: a node whose connection broke may never have heard it, and is told again over the next one.
+an order waits here until its target announces, and ends when the target announces the chunk, reports a failure, or
+``ORDER_S`` have passed. The end of a drop is invisible if the node no longer holds the chunk, so sent drops are
+remembered for the same time: a node whose connection broke may never have received them, and gets them again over the
+next one.
 
 Example at 100 MB/s: an order of 80 MB leaves 20 MB, another of 80 MB leaves -60 MB; 0.6 s later there is room again.
 """
@@ -21,7 +22,7 @@ from tanghulu.store.protocol.announcements import DropOrder
 MAX_OPEN = 64
 #: Orders in one answer to a node.
 MAX_TAKEN = 64
-#: Drops that wait for one node; more are forgotten, and found again by the next walk.
+#: Drops waiting for one node; more are forgotten, and found again by the next walk.
 MAX_DROPS = 4096
 ORDER_S = 30.0
 
@@ -69,8 +70,8 @@ class CopyOrders:
 
     def __init__(self, rate_bytes_s: float) -> None:
         self._whole_rate = rate_bytes_s
-        self.share = 1.0  # of the rate; the rest is other masters', who order copies of other keys
-        self._open: dict[tuple[str, str], tuple[Copy, float]] = {}  # (key, target) -> (order, until)
+        self.share = 1.0  # of the rate; the rest belongs to other masters, which order copies of other keys
+        self._open: dict[tuple[str, str], tuple[Copy, float]] = {}  # (key, target) -> (order, end)
         self._targets: dict[str, set[str]] = {}  # key -> targets of its open orders
         self._load: Counter[str] = Counter()  # open orders by node, as source and as target
         self._incoming_bytes: Counter[str] = Counter()
@@ -96,19 +97,19 @@ class CopyOrders:
         return self._load[node_id] < MAX_OPEN and (budget is None or budget.has_some(self._rate, now_s))
 
     def load(self, node_id: str) -> int:
-        """Open orders that ``node_id`` takes part in."""
+        """Return the number of open orders of ``node_id``."""
         return self._load[node_id]
 
     def incoming_bytes(self, node_id: str) -> int:
-        """Bytes of the copies that are on their way to ``node_id``."""
+        """Return the bytes of the copies on their way to ``node_id``."""
         return self._incoming_bytes[node_id]
 
     def targets_of(self, key: str) -> frozenset[str]:
-        """The nodes that ``key`` is being copied to."""
+        """Return the nodes that ``key`` is being copied to."""
         return frozenset(self._targets.get(key, ()))
 
     def order(self, copy: Copy, now_s: float) -> None:
-        """Open an order; the caller has checked that there ``has_room`` at both nodes."""
+        """Open an order; the caller has checked that both nodes have room (``has_room``)."""
         assert copy.target != copy.source
         assert (copy.key, copy.target) not in self._open, f"{copy.key!r} is on its way to {copy.target}"
         self._open[copy.key, copy.target] = (copy, now_s + ORDER_S)
@@ -120,13 +121,13 @@ class CopyOrders:
             self._budgets.setdefault(node_id, _Budget(self._rate, now_s)).spend(copy.size_bytes)
 
     def drop(self, node_id: str, drop: DropOrder) -> None:
-        """Have ``node_id`` let go of a copy."""
+        """Have ``node_id`` drop a copy."""
         waiting = self._drops.setdefault(node_id, {})
         if len(waiting) < MAX_DROPS:
             waiting[drop] = None
 
     def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
-        """The orders to send ``node_id`` now, each once."""
+        """Return the orders to send ``node_id`` now, each once."""
         waiting = self._waiting.get(node_id)
         copies = [waiting.popleft() for _ in range(min(len(waiting), MAX_TAKEN))] if waiting else []
         copies = [copy for copy in copies if (copy.key, node_id) in self._open]
@@ -143,7 +144,7 @@ class CopyOrders:
                 self.drop(node_id, drop)
 
     def was_ordered_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
-        """Whether the removal that ``node_id`` announces was ordered; True once an order. None: of any version."""
+        """Return whether the removal announced by ``node_id`` was ordered; True once per order. None: any version."""
         if version is not None:
             ordered = [(node_id, DropOrder(key, version, removed)) for removed in (False, True)]
             ordered = [order for order in ordered if order in self._sent_drops]
@@ -154,7 +155,7 @@ class CopyOrders:
         return bool(ordered)
 
     def done(self, key: str, target: str) -> Copy:
-        """Close the order, one of ``targets_of``, that ``target`` fulfilled by announcing ``key``; returns it."""
+        """Close and return the order, one of ``targets_of``, that ``target`` fulfilled by announcing ``key``."""
         copy = self._close(key, target, "done")
         assert copy is not None, f"{key!r} was not on its way to {target}"
         return copy
@@ -164,7 +165,7 @@ class CopyOrders:
         self._close(key, target, "failed")
 
     def expire(self, now_s: float) -> None:
-        """Close what was open too long, and forget drops that were sent long ago."""
+        """Close orders that were open too long, and forget drops that were sent long ago."""
         for key, target in [where for where, (_, until_s) in self._open.items() if until_s <= now_s]:
             self._close(key, target, "expired")
         for where in [where for where, until_s in self._sent_drops.items() if until_s <= now_s]:
@@ -173,7 +174,7 @@ class CopyOrders:
             self._load.clear()
 
     def forget_nodes(self, alive: Iterable[str]) -> None:
-        """Close the orders of nodes that are gone."""
+        """Close the orders of departed nodes."""
         known = set(alive)
         for (key, target), (copy, _) in list(self._open.items()):
             if target not in known or copy.source not in known:
@@ -202,7 +203,7 @@ class CopyOrders:
         return copy
 
     def check(self) -> None:
-        """Assert that the counts are those of the open orders, and the bounds."""
+        """Assert that the counts match the open orders, and the bounds."""
         load: Counter[str] = Counter()
         incoming: Counter[str] = Counter()
         for (key, target), (copy, _) in self._open.items():

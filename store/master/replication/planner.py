@@ -1,21 +1,20 @@
 """All copying between nodes, decided in one place. Pure: announcements and the time in, orders out.
 
-Four reasons (see orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
-it is stopped; a node that is much emptier than the others is *filled*; a *hot* chunk, or one that somebody asked more
-holders for, gets them, and loses them when it cools. Orders ride on the answers to announcements, because nodes
-announce at least once a second anyway, and a finished copy is announced like any other chunk, so the directory stays
-the one truth.
+Four reasons (see orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before it
+is stopped; a node much emptier than the others is *filled*; a *hot* chunk, or one with a request for more holders, gets
+them, and loses them when it cools. Orders are sent with the answers to announcements, because nodes announce at least
+once a second anyway, and a finished copy is announced like any other chunk, so the directory stays the one truth.
 
-The planner walks over all keys in slices while somebody drains or is filled, else over the keys with several wanted
-replicas. Wanted replicas are what the put asked for; a holder that evicts its copy lowers that, because it judged the
-chunk not worth its place: only copies lost with their node are restored.
+The planner walks over all keys in slices while a node drains or is filled, otherwise over the keys with several wanted
+replicas. Wanted replicas are those of the put; a holder that evicts its copy lowers the number, because it judged the
+chunk not worth its space: only copies lost with their node are restored.
 
-A draining node is *drained* when a whole walk found none of its chunks without another holder, and the node has been
+A draining node is *drained* when a complete walk found none of its chunks without another holder, and the node has been
 quiet (nothing being written, everything announced) since before that walk began. One of several masters plans the
-copies of its own keys, at its share of the rate, and says of these alone that a node is drained; a range that came
+copies of its own keys, at its share of the rate, and reports a node as drained for these alone; a range that arrived
 meanwhile has to be walked over first.
 
-Worked example: replicas=2, A and B hold k, C is empty. B dies. The walk finds one holder where two are wanted, waits
+Worked example: replicas=2, A and B hold k, C is empty. B dies. The walk finds one holder instead of two, waits
 ``GRACE_S`` (B may be restarting, a put may be half-way), orders C to pull k from A; C announces k; done.
 """
 
@@ -36,12 +35,12 @@ from tanghulu.store.protocol.key_slots import NUM_RANGES
 
 #: Seconds for which a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
-#: Keys that wait for their grace; the others are found by the next walk.
+#: Keys waiting for their grace; the others are found by the next walk.
 MAX_LACKING = 1 << 16
-#: Seconds for which a chunk whose copy failed is left alone.
+#: Seconds for which a chunk whose copy failed is not tried again.
 FAILED_PAUSE_S = 2.0
 MAX_FAILED = 1 << 14
-#: A client that removes a chunk is long gone after that.
+#: A client that removes a chunk has long finished after that.
 REMOVAL_S = 30.0
 #: Time between two walks over wanted replicas.
 WALK_PAUSE_S = 0.5
@@ -59,7 +58,7 @@ HOT_KEYS_PERIOD_S = 1.0
 
 
 class Progress(NamedTuple):
-    """The progress of a draining node: chunks that no other node holds, and whether it may be stopped."""
+    """The progress of a draining node: chunks held by no other node, and whether it may be stopped."""
 
     num_unsafe: int
     drained: bool
@@ -72,13 +71,13 @@ class _Drain:
     num_unsafe: int
     quiet_since_s: float | None = None
     drained: bool = False
-    walked_unsafe: int = 0  # in the walk under way
-    num_begun: int = 0  # ranges that had come when the walk that found it drained began
+    walked_unsafe: int = 0  # in the current walk
+    num_begun: int = 0  # ranges that had arrived when the walk that found it drained began
 
 
 @dataclass(slots=True)
 class _Extra:
-    """The extra copies that were made of a hot chunk, and when they last changed."""
+    """The extra copies of a hot chunk, and the time of their last change."""
 
     node_ids: list[str]
     changed_s: float
@@ -95,14 +94,14 @@ class CopyPlanner:
         self._rng = rng
         self._wanted: dict[str, int] = {}
         self._lacking: dict[str, float] = {}
-        self._failed: dict[str, float] = {}  # key -> until when it is left alone
-        self._removing: dict[str, float] = {}  # key -> since when its removal keeps a copy from it
+        self._failed: dict[str, float] = {}  # key -> end of the pause after a failure
+        self._removing: dict[str, float] = {}  # key -> time since which its removal has prevented a copy
         self._drains: dict[str, _Drain] = {}
         self._filling: set[str] = set()
         self._extra: dict[str, _Extra] = {}
-        self._total_fullness = 0.0  # of the nodes that take chunks, as of the last look
+        self._total_fullness = 0.0  # of the nodes that take chunks, as of the last check
         self._num_takers = 0
-        self._keys = directory.walk()  # what is left of the walk over all keys
+        self._keys = directory.walk()  # the remainder of the walk over all keys
         self._next_key: str | None = None  # comes before them: there was no room for its copy
         self._walk_began_s = now_s
         self._walk_num_begun = directory.num_begun
@@ -113,7 +112,7 @@ class CopyPlanner:
     # --- announcements of nodes
 
     def concerns(self, announcement: NodeAnnouncement) -> bool:
-        """Return whether ``heard`` has anything to do with ``announcement``."""
+        """Return whether ``announcement`` is of any concern to ``heard``."""
         return bool(
             announcement.replicated
             or announcement.hot
@@ -126,7 +125,7 @@ class CopyPlanner:
         )
 
     def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[DropOrder]]:
-        """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
+        """Take an announcement's effects on copies, after the directory; return the orders for the node."""
         node_id = announcement.node_id
         self._wanted.update((key, min(wanted, MAX_REPLICAS)) for key, wanted in announcement.replicated)
         for key, version in announcement.removed:
@@ -155,9 +154,9 @@ class CopyPlanner:
         return found is not None and found.version == version and node_id in found.node_ids
 
     def _is_being_removed(self, key: str, found: FoundChunk, now_s: float) -> bool:
-        """Return whether a client is removing the chunk, so that it gets no copies; one that went away is helped out.
+        """Return whether a client is removing the chunk, which then gets no copies; finish for a client that left.
 
-        Else a draining node that holds the chunk would never be drained.
+        Otherwise a draining node that holds the chunk would never be drained.
         """
         if not self._directory.is_entombed(key, found.version):
             self._removing.pop(key, None)
@@ -191,7 +190,7 @@ class CopyPlanner:
             drain.num_unsafe = max(drain.num_unsafe - 1, 0)
 
     def ask(self, keys: Sequence[str], holders: int, for_s: float, now_s: float) -> int:
-        """Have ``holders`` nodes (MAX_HOT_HOLDERS at most) hold ``keys`` for ``for_s``; returns how many are known.
+        """Have ``holders`` nodes (MAX_HOT_HOLDERS at most) hold ``keys`` for ``for_s``; return how many are known.
 
         Raises InvalidRequest; see ReplicaRequests.
         """
@@ -199,9 +198,9 @@ class CopyPlanner:
         return self.requests.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
 
     def progress(self, node_id: str) -> Progress:
-        """The progress of the draining ``node_id``."""
+        """Return the progress of the draining ``node_id``."""
         drain = self._drains.get(node_id)
-        if drain is None:  # it began this moment
+        if drain is None:  # it has just begun
             return Progress(self._directory.num_chunks(node_id), drained=False)
         knows_all = self._directory.is_ready and drain.num_begun == self._directory.num_begun
         return Progress(drain.num_unsafe, drain.drained and knows_all)
@@ -209,7 +208,7 @@ class CopyPlanner:
     # --- the walks
 
     def walk(self, now_s: float, num_keys: int) -> None:
-        """Look at the next ``num_keys`` keys; called at every tick, once the directory is complete."""
+        """Check the next ``num_keys`` keys; called at every tick, once the directory is complete."""
         nodes = self._directory.candidates()
         self.orders.share = len(self._directory.owned) / NUM_RANGES
         self.orders.expire(now_s)
@@ -225,7 +224,7 @@ class CopyPlanner:
             self._walk_wanted(nodes, now_s, num_keys)
 
     def _notice(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
-        """Notice nodes that came, went, began or ended to drain, or are much emptier than the others."""
+        """Detect nodes that joined, left, began or ended draining, or are much emptier than the others."""
         self.orders.forget_nodes(nodes)
         draining = {node_id for node_id, node in nodes.items() if node.draining}
         for node_id in self._drains.keys() - draining:
@@ -263,7 +262,7 @@ class CopyPlanner:
                 continue
             if not self._examine(key, found, nodes, now_s):
                 self._next_key = key
-                return  # no room for a copy that must be: go on here next time
+                return  # no room for a required copy: continue here next time
             safe = [node_id for node_id in found.node_ids if node_id not in self._drains]
             for node_id in found.node_ids if not safe else ():
                 self._drains[node_id].walked_unsafe += 1
@@ -292,7 +291,7 @@ class CopyPlanner:
                 return
 
     def _examine(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> bool:
-        """Order what ``key`` lacks; False if there was no room for that now."""
+        """Order the missing copies of ``key``; False if there was no room for that now."""
         on_its_way = self.orders.targets_of(key)
         safe = {node_id for node_id in found.node_ids if node_id not in self._drains} | on_its_way
         lacks = min(self._wanted.get(key, 1), self._num_takers) - len(safe)
@@ -335,7 +334,7 @@ class CopyPlanner:
         return True
 
     def _fill_with(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
-        """Move the chunk to a node that is being filled, if one lacks it and its fullest holder is fuller."""
+        """Move the chunk to a node being filled, if one lacks it and its fullest holder is fuller."""
         if not self._filling or self.orders.targets_of(key):
             return
         sources = [nodes[n] for n in found.node_ids if n in nodes and n not in self._drains and n not in self._filling]

@@ -53,7 +53,7 @@ from tanghulu.store.protocol.messages import (
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import Place, format_size
 
-#: Keys of a listing that are looked up in one step, some 8 ms.
+#: Keys of a listing looked up in one step, some 8 ms.
 LIST_STEP_KEYS = 1000
 DEFAULT_LIST_LIMIT = 1000
 MAX_LIST_LIMIT = 10_000
@@ -62,7 +62,7 @@ MAX_STREAMS = 16
 
 
 class DirectoryCalls:
-    """The calls: message in, message out, typed errors raised. None waits, but for keys and for its turn."""
+    """The calls: message in, message out, typed errors raised. None blocks, except to wait for keys or for its turn."""
 
     def __init__(self, server: MasterServer) -> None:
         self._server = server
@@ -73,7 +73,7 @@ class DirectoryCalls:
         self._streams = Places("streams of events", 1, MAX_STREAMS)
 
     def announce(self, request: NodeAnnouncement) -> AnnounceReply:
-        """Take what a node says. Raises NotLeader, or KeysMoved if it says anything of keys that are not owned here."""
+        """Take a node's announcement. Raises NotLeader, or KeysMoved if it names keys that are not owned here."""
         self._require_announced(request)
         server, directory = self._server, self._master.directory
         answer = self._master.announce(request, server.now_s)
@@ -114,7 +114,7 @@ class DirectoryCalls:
         counts.retracted = self._master.directory.num_retracted
 
     def _require_announced(self, request: NodeAnnouncement) -> None:
-        """Raise what a node has to hear that takes this master for the owner of other ranges, or for the leader."""
+        """Raise the error for a node that takes this master for the owner of other ranges, or for the leader."""
         server = self._server
         if not server.ownership.shares:
             return
@@ -129,9 +129,9 @@ class DirectoryCalls:
             server.require_owned(request.keys())
 
     def _require_owned_since(self, request: NodeAnnouncement) -> None:
-        """Raise KeysMoved if a range has come back to this master in a later term than the node knows.
+        """Raise KeysMoved if a range has come back to this master in a later term than the node's.
 
-        Until it goes by that term, the node takes clients' commits of the term before for valid.
+        Until it uses that term, the node accepts clients' commits of the term before as valid.
         """
         known = self._server.ownership.map
         owned = [number for number in self._server.ownership.owned if request.owned >> number & 1]
@@ -139,12 +139,12 @@ class DirectoryCalls:
             raise self._server.ownership.refusal()
 
     def _known_ranges(self, unreported: Sequence[int]) -> list[KnownRange]:
-        """The known slots of the ranges here."""
+        """Return the known slots of the ranges here."""
         known = self._master.directory.known_slots()
         return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
 
     def _orders(self, request: NodeAnnouncement) -> Orders | None:
-        """Give the node its work: copies and drops; the answer names the sources of the copies."""
+        """Return the node's work: copies and drops; the answer names the sources of the copies."""
         orders = self._master.orders_for(request, self._server.now_s)
         if orders is None or not any(orders):
             return None
@@ -157,13 +157,13 @@ class DirectoryCalls:
         )
 
     def _elsewhere(self, request: NodeAnnouncement) -> dict[str, int]:
-        """Bytes that the tenants of the announcement hold on other nodes."""
+        """Return the bytes that the tenants of the announcement hold on other nodes."""
         totals, directory = self._master.tenants, self._master.directory
         totals.update(request.node_id, request.tenants or {})
         return totals.elsewhere(request.node_id, directory.candidates())
 
     def _announce_on(self, peer: Peer, request: NodeAnnouncement, attachment: memoryview) -> AnnounceReply:
-        """``announce`` of a node whose connection tells of its end."""
+        """``announce`` for a node on a connection that reports its own end."""
         require_role(peer.roles, NODE, "to announce chunks")
         reply = self.announce(request)
         if peer.state is None:
@@ -173,7 +173,7 @@ class DirectoryCalls:
         return reply
 
     def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
-        """Take a client's word for a chunk that it has written into a write buffer."""
+        """Take a client's commit of a chunk that it has written into a write buffer."""
         self._server.require_newest(said.term, said.term_of)
         self._server.require_owned((said.key,))
         result = self._master.directory.commit_by_client(said, self._server.now_s)
@@ -188,11 +188,11 @@ class DirectoryCalls:
         return CommitKeyReply(result, *self._server.signature)
 
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
-        """The same of several values of one put."""
+        """Do the same for several values of one put."""
         said = request.said
         check_count(len(said))
         newest = max(each.term for each in said)
-        self._server.require_newest(newest, said[0].term_of)  # one client says all of it
+        self._server.require_newest(newest, said[0].term_of)  # one client sends all of it
         self._server.require_owned([each.key for each in said])
         directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
         results = [directory.commit_by_client(each, now_s) for each in said]
@@ -206,14 +206,14 @@ class DirectoryCalls:
         return CommitKeysReply(results, *self._server.signature)
 
     def holds(self, keys: Sequence[str]) -> bytes:
-        """For each key 1 if somebody holds it, else 0."""
+        """Return for each key 1 if some node holds it, else 0."""
         check_count(len(keys))
         held = self._master.directory.holds(keys)
         self._count(len(keys), held.count(0))
         return held
 
     def holders(self, keys: Sequence[str], *, removing: bool) -> list[FoundChunk | None]:
-        """The holders of these keys; ``removing``: see LocateRequest."""
+        """Return the holders of these keys; ``removing``: see LocateRequest."""
         check_count(len(keys))
         directory = self._master.directory
         found = directory.locate_to_remove(keys) if removing else directory.locate(keys)
@@ -237,7 +237,7 @@ class DirectoryCalls:
         return LocateReply(incomplete, locations, b"", *self._server.signature)
 
     def _place(self, peer: Peer, request: PlaceRequest, attachment: memoryview) -> PlaceReply:
-        """Nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
+        """Return nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
         self._server.require_leadership()
         directory = self._master.directory
         client_place = Place.parse(request.client_place) if request.client_place else None
@@ -261,7 +261,7 @@ class DirectoryCalls:
         return self.node_list.answer(request)
 
     async def _list_keys(self, peer: Peer, request: ListKeysRequest, attachment: memoryview) -> ListKeysReply:
-        """A page of keys, in order, made in steps; other calls have their turn in between.
+        """Return a page of keys, in order, made in steps; other calls are served in between.
 
         Raises NotLeader, or KeysMoved.
         """
@@ -282,13 +282,13 @@ class DirectoryCalls:
         return ListKeysReply(keys, more, *signature)
 
     def _replicate(self, peer: Peer, request: ReplicateRequest, attachment: memoryview) -> ReplicateReply:
-        """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
+        """Have chunks copied in advance. Raises InvalidRequest for an invalid number or time."""
         self._server.require_owned(request.keys)
         num_taken = self._master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
         return ReplicateReply(num_taken, *self._server.signature)
 
     def _events(self, peer: Peer, request: EventsRequest, attachment: memoryview) -> AnswerStream:
-        """A snapshot or the events behind the caller's last, then changes; see ``followers``. Raises Overloaded."""
+        """Stream a snapshot or the events behind the caller's last, then changes (``followers``). Raises Overloaded."""
         caller = Caller.of(peer.identity)
         self._streams.take(caller, MAX_CONNECTIONS)
         peer.on_close.append(partial(self._streams.give_back, caller))
@@ -296,13 +296,13 @@ class DirectoryCalls:
         return send_all(peer, follow(self._server, request, peer.identity), beat)
 
     def _masters(self, peer: Peer, request: MastersRequest, attachment: memoryview) -> MastersReply:
-        """Which master owns which range, as far as this one knows. Raises NotLeader before it has seen any map."""
+        """Return the owner of each range, as known here. Raises NotLeader before this master has seen any map."""
         if self._server.ownership.shares and not self._server.ownership.map.version:
             raise NotLeader.naming("")
         return MastersReply.of(self._server.ownership.map, request)
 
     async def _prove(self, peer: Peer, request: ProveRequest, attachment: memoryview) -> ProveReply:
-        """A proof that this master leads; see ``terms.LeaseProofs``."""
+        """Return a proof that this master leads; see ``terms.LeaseProofs``."""
         leadership = self._server.leadership
         if leadership is None:
             return ProveReply()

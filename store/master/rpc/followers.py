@@ -1,11 +1,11 @@
-"""One follower of the directory's events: snapshots of what it cannot go on with where it stopped, then changes.
+"""One follower of the directory's events: snapshots of ranges that it cannot resume, then changes.
 
-A follower of an only master asks for everything, and gets one snapshot when the directory is complete. One of several
-masters is asked for the ranges of keys that it owns; each gets a snapshot as soon as it is known whole, between changes
-of the others, and MOVED tells when the master owns it no more.
+A follower of a single master requests everything, and gets one snapshot when the directory is complete. One of several
+masters is asked for its own ranges of keys; each gets a snapshot as soon as it is completely known, between changes of
+the others, and MOVED reports that the master no longer owns it.
 
-A tenant's changes are numbered apart, from 1 in each stream, because the numbers of the log count everybody's. Such a
-stream cannot be resumed; the next one begins with a snapshot.
+A tenant's changes are numbered separately, from 1 in each stream, because the numbers of the log count everybody's.
+Such a stream cannot be resumed; the next one begins with a snapshot.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tanghulu.store.protocol.key_slots import ALL_BITS
 #: Keys and events of one message.
 BATCH_WEIGHT = 8192
 SNAPSHOT_KEYS = 2048
-#: Events of this time go to a follower as one message: a message costs more than the delay is worth.
+#: Events of this time are sent to a follower as one message: a message costs more than the delay is worth.
 COALESCE_S = 0.005
 
 
 async def follow(
     server: MasterServer, request: EventsRequest, caller: Identity | None
 ) -> AsyncGenerator[EventBatch, None]:
-    """The batches for one follower, without end. ``caller`` None: there are no tokens here.
+    """Yield the batches for one follower, without end. ``caller`` None: there are no tokens here.
 
     Raises Overloaded when it lags behind the log, NotLeader or KeysMoved if this is not the master to follow. While the
-    directory is incomplete no snapshot is given: a follower of the master's predecessor keeps what it knows until there
-    is something better.
+    directory is incomplete no snapshot is sent: a follower of the master's predecessor keeps its state until there is
+    something better.
     """
     server.require_ranges(request.ranges)
     followers = server.metrics.followers.labels("directory")
@@ -52,7 +52,7 @@ async def follow(
 
 
 class _Follower:
-    """``told`` are the ranges that the follower knows, ``pending`` those that it waits for, a bit for each."""
+    """State of one follower: ``told`` are the ranges sent to it, ``pending`` the ranges it waits for, a bit each."""
 
     def __init__(self, server: MasterServer, request: EventsRequest, caller: Identity | None) -> None:
         self._server = server
@@ -65,7 +65,7 @@ class _Follower:
         resumes &= not self._is_numbered_apart
         self._followed = wanted & ~request.fresh if resumes else 0
         self._pending = wanted & ~self._followed
-        self._began = log.last  # what went before was another time that this master owned a range
+        self._began = log.last  # earlier events are from another time that this master owned a range
         self._cursor = after if self._followed else log.last
         self._sent = 0 if self._is_numbered_apart else self._cursor
 
@@ -90,11 +90,11 @@ class _Follower:
 
     @property
     def _number(self) -> int:
-        """The number that this stream gives the last change that the follower has."""
+        """The number given by this stream to the follower's last change."""
         return self._sent if self._is_numbered_apart else self._cursor
 
     def _require(self) -> None:
-        """Raise what ends the stream: this master leads no more, or has begun with another memory."""
+        """Raise the error that ends the stream: this master no longer leads, or has restarted with another memory."""
         if not self._server.ownership.shares:
             self._server.require_leadership()
         self._server.require_memory(self._generation)
@@ -102,7 +102,7 @@ class _Follower:
     # --- snapshots
 
     def _ready(self) -> int:
-        """The ranges whose snapshot is to come now."""
+        """Return the ranges whose snapshot is due now."""
         if not self._pending:
             return 0
         ready = self._pending & self._directory.rebuilt_ranges
@@ -123,13 +123,13 @@ class _Follower:
         self._pending &= ~ranges
         self._sent = sequence
         if directory.times_begun(ranges) != began or ranges & ~directory.rebuilt_ranges:
-            self._lost(ranges)  # some of them left while they were told, so nobody can say what the snapshot lacks
+            self._lost(ranges)  # some of them left during the snapshot, so its gaps are unknown
             return
         self._followed |= ranges
         yield self._batch([DirectoryEvent(sequence, DirectoryEventKind.SYNCED, ranges=named)])
 
     def _lost(self, ranges: int) -> None:
-        """Begin again with those of the ranges that are still this master's; MOVED tells of the others."""
+        """Restart those of the ranges that are still this master's; MOVED reports the others."""
         if not self._is_of_some:
             raise KeysMoved.known_in(self._server.ownership.map.version)
         self._pending |= ranges
@@ -137,10 +137,10 @@ class _Follower:
     # --- changes
 
     def _read(self) -> EventBatch | None:
-        """The next changes; None if there are none now."""
+        """Return the next changes; None if there are none now."""
         log = self._directory.log
         if not self._followed and not self._is_of_some:
-            self._cursor = log.last  # the snapshot will tell
+            self._cursor = log.last  # the snapshot will contain it
             self._sent = self._number
             return None
         try:
@@ -168,7 +168,7 @@ class _Follower:
         return DirectoryEvent(event.sequence, event.kind, event.node_id, keys) if keys else None
 
     def _moved(self, number: int, event: DirectoryEvent) -> DirectoryEvent | None:
-        """Ranges that left: the follower is to ask another master, unless that was before it asked for them here."""
+        """Return ranges that left: the follower is to ask another master, unless they left before its request here."""
         gone = event.ranges & (self._followed | (self._pending if number > self._began else 0))
         if gone and not self._is_of_some:
             raise KeysMoved.known_in(self._server.ownership.map.version)

@@ -1,4 +1,4 @@
-"""The membership service: calls to the lease table, and the stream of instances that come and go."""
+"""The membership service: calls to the lease table, and the stream of joining and leaving instances."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tanghulu.types import Role
 
 _log = structlog.get_logger(__name__)
 _EVENTS_PER_READ_BYTES = 1 << 20
-#: The roles of instances that a token without the right to join sees.
+#: The roles of instances visible to a token without the right to join.
 _FOR_CLIENTS = frozenset({Role.MASTER})
 
 
 class MembershipService:
-    """Discovery, as the master serves it."""
+    """Discovery, as served by the master."""
 
     def __init__(self, server: MasterServer) -> None:
         self._server = server
@@ -74,7 +74,7 @@ class MembershipService:
         return KeepAliveReply(known, self._master.generation)
 
     def _deregister(self, peer: Peer, request: LeaseRequest, attachment: memoryview) -> DeregisterReply:
-        """End a lease; a lease that is gone already is no error."""
+        """End a lease; an already ended lease is no error."""
         self._server.require_leadership()
         if self._master.deregister(request.instance_id, request.lease_id, _owner(peer)):
             _log.info("instance.deregistered", instance=request.instance_id)
@@ -115,5 +115,5 @@ class MembershipService:
 
 
 def _owner(peer: Peer) -> str:
-    """The token that the peer has shown, by its hash; "" without tokens."""
+    """Return the token presented by the peer, as its hash; "" without tokens."""
     return "" if peer.identity is None else peer.identity.sha256

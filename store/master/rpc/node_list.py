@@ -1,4 +1,4 @@
-"""The answers to NODES: the list of nodes is written out once for each of its versions."""
+"""The answers to NODES: the list of nodes is encoded once for each of its versions."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tanghulu.store.protocol.terms import NO_TERM
 
 
 def view_of(node: NodeSummary, now_s: float, *progress: Any) -> NodeView:
-    """``node`` for callers, to whom ``last_seen_s`` is an age; ``progress`` is that of its drain."""
+    """Return ``node`` for callers, with ``last_seen_s`` as an age; ``progress`` is that of its drain."""
     figures = node.capacity_bytes, node.used_bytes, node.num_chunks, node.draining, max(now_s - node.last_seen_s, 0.0)
     return NodeView.of(node.instance, *figures, node.ssd_capacity_bytes, node.ssd_used_bytes, *progress)
 
 
 class NodeList:
-    """The nodes as clients ask for them, every client about once a second.
+    """The nodes as requested by clients, every client about once a second.
 
-    A client names the version that it has, and mostly hears that nothing has changed. A version is counted within one
-    generation of the master; it changes when a node comes, goes, changes its registration or its capacity, and when the
-    directory is complete for the first time. Other figures, used bytes say, change all the time: they are of now only
-    in answers to those who do not ask by version, operators mostly.
+    A client names its version, and mostly receives that nothing has changed. A version is counted within one generation
+    of the master; it changes when a node joins, leaves, changes its registration or its capacity, and when the
+    directory is complete for the first time. Other figures, such as used bytes, change all the time: they are current
+    only in answers to requests without a version, mostly from operators.
     """
 
     def __init__(self, server: MasterServer) -> None:
         self._server = server
-        self._written = (-1, -1, NO_TERM)  # generation and version of what follows, and the term that it tells
+        self._written = (-1, -1, NO_TERM)  # generation and version of the encoded list, and its term
         self._whole = b""  # without the last field
 
     def answer(self, request: NodesRequest) -> NodesReply | bytes:
-        """The answer to ``request``, or its bytes."""
+        """Return the answer to ``request``, or its bytes."""
         if not request.versioned:
             return self._write(request.ranges)
         generation, version = self._server.master.generation, self._version
@@ -53,9 +53,9 @@ class NodeList:
         return 2 * directory.nodes_version + directory.is_rebuilt
 
     def _write(self, ranges: int = 0) -> NodesReply:
-        """The whole answer; ``ranges``: those that the caller asks this master for, among its others, a bit for each.
+        """Build the whole answer; ``ranges``: those requested from this master among its ranges, a bit for each.
 
-        To who asks for everything no drain is over as long as this master knows a part of the keys only.
+        For callers that request everything no drain has ended while this master knows only a part of the keys.
         """
         master, now_s = self._server.master, self._server.now_s
         knows_all = bool(ranges) or self._server.ownership.owned == ALL_RANGES

@@ -10,12 +10,12 @@ from tanghulu.store.master.directory.waiters import WaitBoard, WaitingCall
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_messages import WaitReply, WaitRequest
 
-#: Longest wait of one call; clients that wait longer ask again, which shows that they live.
+#: Longest wait of one call; clients that wait longer ask again, which shows that they are alive.
 MAX_WAIT_S = 30.0
 
 
 class WaitCalls:
-    """The calls that wait at one master. After a change of owners they are answered at once; the clients ask again."""
+    """The calls waiting at one master. After a change of owners they are answered at once; the clients ask again."""
 
     def __init__(self, server: MasterServer) -> None:
         self.board = WaitBoard()
@@ -26,7 +26,7 @@ class WaitCalls:
         server.on_map.append(self._map_changed)
 
     def announced(self, keys: Iterable[str]) -> None:
-        """Answer the calls that waited for ``keys``; called after the directory has taken them."""
+        """Answer the calls waiting for ``keys``; called after the directory has taken them."""
         self._answer(self.board.stored(keys))
 
     def wait(self, peer: Peer, request: WaitRequest, attachment: memoryview) -> WaitReply | Later:

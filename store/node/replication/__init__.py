@@ -1,1 +1,1 @@
-"""Copies that the master orders, pulled from other nodes."""
+"""Copies ordered by the master, pulled from other nodes."""

@@ -1,7 +1,8 @@
-"""Makes the copies that the master orders: pulls chunks from other nodes and puts them here, with all their options.
+"""Makes the copies ordered by the master: pulls chunks from other nodes and puts them here, with all their options.
 
-A client of the store in the node's own process does the reading, by whatever transport reaches the source, and the
-checksums are verified; then the chunk goes the way of every put, so it is announced and the master's word on it stands.
+A client of the store in the node's own process does the reading, by any transport that reaches the source, and the
+checksums are verified; then the chunk is put like any other, so it is announced and the master's decision on it
+applies.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
-#: Copies at one time: each may hold a whole value in memory.
+#: Concurrent copies: each may hold a whole value in memory.
 MAX_AT_ONCE = 4
-#: Orders that wait; the master gives fewer.
+#: Waiting orders; the master sends fewer.
 MAX_WAITING = 1024
 COPY_DEADLINE_S = 20.0
 
 
 class Copier:
-    """``run`` until cancelled; ``on_failed`` is told of every order that failed."""
+    """``run`` until cancelled; ``on_failed`` is called with every failed order."""
 
     def __init__(self, masters: Masters, puts: PutService, on_failed: Callable[[str], None]) -> None:
         self._settings = Settings(master=masters)
@@ -48,7 +49,7 @@ class Copier:
     def order(self, orders: Orders) -> None:
         """Make these copies, soon."""
         if self._driver is None:
-            return  # closing, or not begun: the master's orders run out by themselves
+            return  # closing, or not begun: the master's orders expire by themselves
         self._driver.context.nodes.learn(orders.sources)
         for order in orders.copies:
             try:
@@ -57,7 +58,7 @@ class Copier:
                 self._failed(order, TanghuluError(f"more than {MAX_WAITING} copies are waiting"))
 
     async def run(self) -> None:
-        """Work off the orders until cancelled."""
+        """Process the orders until cancelled."""
         self._driver = self._open()
         workers = [asyncio.create_task(self._work(self._driver)) for _ in range(MAX_AT_ONCE)]
         try:
@@ -106,10 +107,10 @@ class Copier:
 
 
 def _pull(driver: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
-    """The chunk as the source has it, and its bytes, verified."""
+    """Return the source's description of the chunk, and its verified bytes."""
     operations = Operations(driver.context, driver.flush)
     driver.context.locations.set(order.key, (PeerId(order.source),))
-    chunk = yield from operations.get(deadline, order.key)  # which brings it up from an SSD
+    chunk = yield from operations.get(deadline, order.key)  # which promotes it from an SSD
     try:
         info = yield from operations.stat_at(order.key, order.source)
         if not info.version == chunk.version == order.version:

@@ -1,1 +1,1 @@
-"""How a node tells the master of itself: registration, and reports of what it holds."""
+"""A node's communication with the master: registration, and reports of its chunks."""

@@ -1,8 +1,8 @@
-"""One master informed of a node's chunks: the connection, and one message in flight on it at a time.
+"""Reports of a node's chunks to one master: the connection, and one message in flight on it at a time.
 
 A conversation with the owner of some ranges of keys reports those; the one with the leader reports everything while no
-map of the masters is known, and later only that the node lives. The reporter writes the messages, and takes the parts
-of the answers that concern the node as a whole.
+map of the masters is known, and later only that the node is alive. The reporter writes the messages, and takes the
+parts of the answers that concern the node as a whole.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _log = structlog.get_logger(__name__)
 HEARTBEAT_S = 1.0
 CALL_DEADLINE_S = 3.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5)
-#: Between two messages of a node that waits until it may report, or until the master knows more slots.
+#: Pause between two messages of a node that waits until it may report, or until the master knows more slots.
 _POLL_S = 0.2
 
 
 class MasterConversation:
-    """See the module; ``owner`` None: it is with the leader.
+    """See the module; ``owner`` None means the leader.
 
-    ``on_reply`` gets every answer that counts, with its message. ``on_error`` gets the end of a connection, and
-    KeysMoved where the master owns other ranges than the map says; nothing more is sent it then before ``resume``.
+    ``on_reply`` gets every valid answer, with its message. ``on_error`` gets the end of a connection, and KeysMoved if
+    the master owns other ranges than the map states; then nothing more is sent to it before ``resume``.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class MasterConversation:
         on_error: Callable[[MasterConversation, TanghuluError], None],
     ) -> None:
         self.outbox, self.owner = outbox, owner
-        self.master = owner  # that is connected, or was last
+        self.master = owner  # the connected one, or the last
         self.sent_s = 0.0
-        self.is_paused = False  # until the map is known by which to go on
+        self.is_paused = False  # until the map needed to continue is known
         self._state = state
         self._masters = masters
         self._announce, self._on_reply, self._on_error = announce, on_reply, on_error
@@ -81,12 +81,12 @@ class MasterConversation:
             self._send()
 
     def resume(self) -> None:
-        """Go on: another map is known, or it is time to try again."""
+        """Resume: another map is known, or it is time to try again."""
         self.is_paused = False
         self.kick()
 
     def tick(self, now_s: float) -> None:
-        """Send heartbeats and removals, and give up a silent master."""
+        """Send heartbeats and removals, and give up an unresponsive master."""
         connection = self._connection
         if self._free:
             assert connection is not None
@@ -99,7 +99,7 @@ class MasterConversation:
             connection.abort()
 
     async def newer_map(self, request: MastersRequest) -> RangeMap | None:
-        """The map of the masters, if this one knows a later one; raises its typed error, or TimeoutError."""
+        """Return the master's map if it knows a later one; raises its typed error, or TimeoutError."""
         if self._connection is None:
             raise MasterUnavailable(f"no connection to {self.master} is open")
         async with asyncio.timeout(self._call_deadline_s):
@@ -121,7 +121,7 @@ class MasterConversation:
             await self._disconnect()
 
     async def _converse(self) -> None:
-        """Be connected until that fails."""
+        """Stay connected until that fails."""
         self.master = self.owner or await self._masters.find()
         shown = self._masters.masters.credentials_for(self.master)
         self._connection = await AsyncFastConnection.connect(self.master, shortcut=True, tls=shown.tls.to(MASTER))
@@ -174,7 +174,7 @@ class MasterConversation:
             self._take_proven(message, outcome.message)
 
     def _obeys(self, reply: AnnounceReply) -> bool:
-        """Return whether the master knows the terms of its ranges; an old leader's is over."""
+        """Return whether the master knows the terms of its ranges; an old leader's have ended."""
         known = self._state.reports.map
         if known is None:
             return self._state.obeys(reply.term, reply.term_of)
@@ -182,7 +182,7 @@ class MasterConversation:
         return reply.term_of == known.cluster and (self.owner is None or newest <= reply.term)
 
     def _take_proven(self, message: ReportMessage, reply: AnnounceReply) -> None:
-        """Take ``reply`` once the master has proven that it leads, or owns; no other message leaves meanwhile."""
+        """Take ``reply`` once the master has proven that it leads, or owns; no other message is sent meanwhile."""
         assert self._connection is not None
         term, time_s = Term(reply.term, reply.term_of), asyncio.get_running_loop().time
         self._proofs.answered(reply.term, reply.term_of, reply.renewals, self.sent_s)
@@ -220,7 +220,7 @@ class MasterConversation:
         self.kick()
 
     def _known(self, reply: AnnounceReply) -> bytes:
-        """The number of slots of each range that the master knows."""
+        """Return the number of slots of each range known to the master."""
         if self._state.reports.map is None:
             return known_below(reply.known_slots)
         known = bytearray([RANGE_SLOTS] * NUM_RANGES)

@@ -1,12 +1,13 @@
-"""Keeps the masters informed of a node's chunks: a conversation with each of them, and all that is of the whole node.
+"""Reports of a node's chunks to the masters: a conversation with each, and the state of the whole node.
 
 One message is in flight to each master at a time. A put's report leaves in the same step of the event loop that kicked
-it, and the master's answer reaches the put's client in the step in which it arrives; puts that come meanwhile share the
-next message. Without a master its outbox waits and the connection is tried again; a put's own deadline then ends its
+it, and the master's answer reaches the put's client in the step in which it arrives; puts that arrive meanwhile share
+the next message. Without a master its outbox waits and the connection is retried; a put's own deadline then ends its
 wait, the chunk stays.
 
-The node learns as clients do that several masters share the keys: one that does not own reported keys answers
-KeysMoved, and is asked for the map. From then on each owner gets reports of its ranges, and the leader heartbeats.
+The node learns in the same way as clients that several masters share the keys: one that does not own reported keys
+answers KeysMoved, and is asked for the map. From then on each owner gets reports of its ranges, and the leader
+heartbeats.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from tanghulu.types import Address, ChunkKey, InstanceId
 
 _log = structlog.get_logger(__name__)
 
-#: Chunks of a report that are sorted into their slots in one step, about a millisecond.
+#: Chunks of a report sorted into their slots in one step, about a millisecond.
 _SORTED_AT_ONCE = 2048
 
 
 class Reporter:
-    """``run`` stays connected, ``tick`` keeps the times; ``on_change`` is called after answers changed chunks.
+    """``run`` stays connected, ``tick`` checks the times; ``on_change`` is called after answers changed chunks.
 
     ``on_unregistered`` is called when the leader does not know this node: it is new, or another leads. ``on_orders``
     gets a master's orders to copy or drop chunks.
@@ -87,7 +88,7 @@ class Reporter:
     # --- requests of the node's services
 
     def kick(self) -> None:
-        """Send urgent events now, where no message is in flight."""
+        """Send urgent events now, unless a message is in flight."""
         for conversation in self._all():
             conversation.kick()
 
@@ -98,8 +99,8 @@ class Reporter:
     def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> None:
         """Call ``done`` with the masters' decision on each chunk: whether this put was the first of its key.
 
-        MasterUnavailable comes in the place of those that were not confirmed until ``until_s`` (the loop's time);
-        they stay and are reported later.
+        MasterUnavailable replaces the decisions not received by ``until_s`` (the loop's time); those chunks stay and
+        are reported later.
         """
         if self._reports.confirm(chunks, until_s, done):
             if self._timer is None or self._timer.when() > until_s:
@@ -107,7 +108,7 @@ class Reporter:
             self.kick()
 
     async def flushed(self, until_s: float) -> None:
-        """Wait until all masters know of the removals before; raises MasterUnavailable at ``until_s``."""
+        """Wait until all masters have acknowledged the earlier removals; raises MasterUnavailable at ``until_s``."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done() -> None:
@@ -125,7 +126,7 @@ class Reporter:
             self._reports.forget_flush(done)
 
     def tick(self) -> None:
-        """To be called every few hundredths of a second."""
+        """Check the times; to be called every few hundredths of a second."""
         self._reports.settle_gone()
         self._state.begin_reports()
         if self._reports.unsorted is not None and (self._sorting is None or self._sorting.done()):
@@ -183,7 +184,7 @@ class Reporter:
         self.kick()
 
     async def _learn_maps(self) -> None:
-        """Ask for the map as long as the known one is not that of the masters."""
+        """Request the map while the known one is not that of the masters."""
         backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
         while True:
             await self._map_wanted.wait()
@@ -205,7 +206,7 @@ class Reporter:
         return self._reports.has_vacant or not all(each.is_connected for each, _ in self._owners.values())
 
     async def _newer_map(self) -> RangeMap | None:
-        """A map that replaces the known one, if any connected master has one."""
+        """Return a map that replaces the known one, if any connected master has one."""
         known, informant = self._reports.map, self._informant
         request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
         for conversation in sorted(self._all(), key=lambda each: each is not informant):
@@ -218,7 +219,7 @@ class Reporter:
         return None
 
     def _take_map(self, known: RangeMap) -> None:
-        """Go by ``known``: converse with the owners that it names, and with no others."""
+        """Use the map ``known``: converse with the owners that it names, and with no others."""
         self._state.take_map(known)
         outboxes = self._reports.owners
         _log.info("reporter.map", version=known.version, owners=len(outboxes))
@@ -236,7 +237,7 @@ class Reporter:
     # --- conversations
 
     def _failed(self, conversation: MasterConversation, error: TanghuluError) -> None:
-        """A connection failed, or the master there owns other ranges than the map says."""
+        """Handle a failed connection, or a master that owns other ranges than the map states."""
         if isinstance(error, KeysMoved):
             self._ask_for_map_of(conversation)
             return
@@ -253,7 +254,7 @@ class Reporter:
         self._map_wanted.set()
 
     def _announcement(self, conversation: MasterConversation, message: ReportMessage) -> NodeAnnouncement:
-        """``message`` to the owner of everything, of some ranges, or to the leader; with the figures of the node."""
+        """Return ``message`` for the owner of everything or of some ranges, or the leader; with node figures."""
         known, outbox, piece = self._reports.map, conversation.outbox, message.piece
         term = self._state.newest_term
         if known is not None:
@@ -287,7 +288,7 @@ class Reporter:
         )
 
     def _bounded_tenants(self, conversation: MasterConversation) -> dict[str, int] | None:
-        """Once a second and for the leader: bytes here of the tenants that have a quota for all nodes."""
+        """Return once a second, for the leader, the bytes here of the tenants with a quota for all nodes."""
         tenants = self._chunks.tenants
         if conversation.owner is not None or tenants is None:
             return None
@@ -310,7 +311,7 @@ class Reporter:
             self._on_orders(reply.orders)
 
     def _report_wanted(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
-        """Begin the reports that the master wants, and ask for the map if the master goes by another."""
+        """Begin the reports requested by the master, and request the map if the master uses another."""
         known, outbox = self._reports.map, conversation.outbox
         if known is None:
             if reply.report_wanted:

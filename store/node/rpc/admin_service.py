@@ -33,22 +33,22 @@ from tanghulu.store.protocol.messages import (
 from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
-#: A page of VERIFY has at most so many chunks and, but for its last chunk, bytes.
+#: Limits of a page of VERIFY: number of chunks and, except for its last chunk, bytes.
 MAX_VERIFIED = 4096
 MAX_VERIFIED_BYTES = 256 << 20
-#: Sessions whose place in all keys is kept between two pages of VERIFY; the oldest one begins again.
+#: Sessions whose position is kept between two pages of VERIFY; the oldest one restarts.
 MAX_LISTINGS = 4
-#: Bytes that are evicted before other calls have their turn.
+#: Bytes evicted before other calls are served.
 _EVICTED_AT_ONCE = 16 << 20
-#: The longest wait for the master to take a report and removals, and how often it is looked at.
+#: Longest wait for the master to take a report and removals, and the interval of the checks.
 REPORT_S = 10.0
 _LOOK_S = 0.02
-#: Keys that are sorted before other calls have their turn: about 5 ms.
+#: Keys sorted before other calls are served: about 5 ms.
 _RUN_KEYS = 1 << 14
 
 
 class SortedKeys:
-    """All keys of one moment behind ``after``, in order, equal ones once; each costs the same to take."""
+    """All keys of one moment behind ``after``, in order, without duplicates; each costs the same to take."""
 
     def __init__(self, runs: list[list[ChunkKey]], after: str) -> None:
         self.after = after
@@ -57,7 +57,7 @@ class SortedKeys:
 
     @classmethod
     async def of(cls, keys: list[ChunkKey], after: str) -> SortedKeys:
-        """Sort ``keys`` in runs, with turns for others in between."""
+        """Sort ``keys`` in runs, yielding to other work in between."""
         runs: list[list[ChunkKey]] = []
         for begin in range(0, len(keys), _RUN_KEYS):
             runs.append(sorted(key for key in keys[begin : begin + _RUN_KEYS] if key > after))
@@ -70,7 +70,7 @@ class SortedKeys:
         return self._next is not None
 
     def take(self) -> ChunkKey:
-        """The next key; asserts that there is one."""
+        """Return the next key; asserts that there is one."""
         key = self._next
         assert key is not None, "there are more"
         while self._next == key:
@@ -79,7 +79,7 @@ class SortedKeys:
 
 
 class AdminService:
-    """Registers its handlers by ``serve``. ``drain`` is awaited with whether the node shall be draining."""
+    """Registers its handlers by ``serve``. ``drain`` is awaited with whether the node is to be draining."""
 
     def __init__(self, state: NodeState, puts: PutService, drain: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
         self._state, self._chunks = state, state.chunks
@@ -95,7 +95,7 @@ class AdminService:
         service.register(methods.TENANTS, after_drain(self._state, self.tenants))
 
     def drain(self, peer: Peer, request: DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
-        """Take no new chunks from now on, or take them again; answered when the master knows."""
+        """Refuse new chunks from now on, or accept them again; answered once the master is informed."""
         session_of(peer)
         return self._drained(request.draining)
 
@@ -105,7 +105,7 @@ class AdminService:
         return Done()
 
     def evict(self, peer: Peer, request: EvictRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
-        """Evict the named chunks, and in the policy's order until enough bytes are free."""
+        """Evict the named chunks, and more in the policy's order until enough bytes are free."""
         session_of(peer)
         check_count(len(request.keys))
         return self._evicted(request)
@@ -130,7 +130,7 @@ class AdminService:
         return Evicted(len(gone), sum(chunk.size_bytes for chunk in gone))
 
     def tenants(self, peer: Peer, request: TenantsRequest, attachment: memoryview) -> Answer:
-        """The usage of each tenant here."""
+        """Return the usage of each tenant here."""
         session_of(peer)
         tenants = self._chunks.tenants
         if tenants is None:
@@ -138,7 +138,7 @@ class AdminService:
         return TenantsReply(tenants.usage())
 
     def verify(self, peer: Peer, request: VerifyRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
-        """A page of the chunks here, in order of their keys, each compared with its checksums."""
+        """Return a page of the chunks here, in order of their keys, each compared with its checksums."""
         session = session_of(peer)
         if request.report:
             self._state.report_all()
@@ -164,7 +164,7 @@ class AdminService:
             chunk = self._chunks.find(key)
             if chunk is None:
                 entry = self._chunks.find_below(key)
-                if entry is not None:  # it is named only: its bytes are verified whenever they are read
+                if entry is not None:  # it is only named: its bytes are verified whenever they are read
                     page.append(Verified(key, entry.version, entry.size_bytes))
                 continue
             corrupt = not await verifier.is_intact(chunk)
@@ -181,7 +181,7 @@ class AdminService:
         return VerifiedPage(page, more)
 
     async def _keys_behind(self, session_id: int, after: str) -> SortedKeys:
-        """The keys behind the session's last page, or all keys in order once more."""
+        """Return the keys behind the session's last page, or all keys in order once more."""
         keys = self._listings.pop(session_id, None)
         if keys is not None and keys.after == after:
             return keys

@@ -1,4 +1,4 @@
-"""The metric names of a store node, of its tenants and its SSD tier, read off their state when they are scraped.
+"""The metric names of a store node, of its tenants and its SSD tier, computed from their state when scraped.
 
 The collectors run in the metrics thread: plain attribute reads only.
 """
@@ -65,7 +65,7 @@ _TIER_COUNTERS = {
 }
 
 
-#: Tenants with labels of their own; the rest is summed up as OTHERS, chunks of no tenant are called NONE.
+#: Tenants with labels of their own; the rest is summed up as OTHERS, chunks without a tenant are labelled NONE.
 MAX_LABELS = 50
 OTHERS, NONE = "(others)", "(none)"
 _TENANT_GAUGES = {
@@ -106,7 +106,7 @@ class NodeCollector(Collector):
         self._num_sessions = num_sessions
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the node."""
+        """Yield all metrics of the node."""
         state, space, traffic = self._state, self._state.chunks.space, self._traffic()
         yield from _counters(_NODE_COUNTERS, state.counters)
         yield _labelled_counter(
@@ -134,7 +134,7 @@ class TierCollector(Collector):
         self._tier = tier
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the tier."""
+        """Yield all metrics of the tier."""
         tier, counters = self._tier, self._tier.counters
         yield from _counters(_TIER_COUNTERS, counters)
         hits = {"memory": max(self._in_memory.hits - counters.hits, 0), "ssd": counters.hits}
@@ -152,13 +152,13 @@ class TierCollector(Collector):
 
 
 class TenantCollector(Collector):
-    """The figures of the tenants: labels for those that hold most, and one for all others together."""
+    """The figures of the tenants: labels for the largest ones, and one for all others together."""
 
     def __init__(self, usage: Callable[[], list[TenantFigures]]) -> None:
         self._usage = usage
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the tenants."""
+        """Yield all metrics of the tenants."""
         rows = labelled(self._usage())
         families: list[tuple[str, GaugeMetricFamily | CounterMetricFamily]] = [
             *((name, GaugeMetricFamily(*of, labels=["tenant"])) for name, of in _TENANT_GAUGES.items()),
@@ -171,7 +171,7 @@ class TenantCollector(Collector):
 
 
 def labelled(usages: list[TenantFigures]) -> dict[str, TenantFigures]:
-    """The rows by label, at most ``MAX_LABELS`` + 1."""
+    """Return the rows by label, at most ``MAX_LABELS`` + 1."""
     by_size = sorted(usages, key=lambda usage: (-usage.used_bytes, usage.tenant))
     rows = {usage.tenant or NONE: usage for usage in by_size[:MAX_LABELS]}
     rest = by_size[MAX_LABELS:]
@@ -195,6 +195,6 @@ def _labelled_counter(name: str, text: str, label: str, values: Mapping[Any, int
 
 
 def wait_collector(waits: Latencies[WaitEnd]) -> Collector:
-    """Times that puts waited for room."""
+    """Return a collector of the times that puts waited for room."""
     text = "how long puts waited for leases to end, by how that ended (lease_waits counts them as they begin)"
     return HistogramCollector(waits, "tanghulu_node_lease_wait_seconds", text, "outcome", lambda end: end.value)

@@ -1,8 +1,8 @@
 """The node's fast lane: HELLO, PUT, RESERVE, COMMIT, GET, UNPIN, EXISTS, REMOVE, CHUNK_STAT, EVICTION.
 
-An edge: turns messages into NodeState's words and back. What needs no waiting is answered in the same loop step.
-It is long because it is all methods of one carrier, which share sessions, deadlines, the cutting of large calls into
-steps and how an answer waits for the master.
+An edge: translates messages to NodeState's terms and back. Calls that need no waiting are answered in the same loop
+step. It is long because it is all methods of one carrier, which share sessions, deadlines, the cutting of large calls
+into steps and the waiting for the master.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ from tanghulu.types import ChunkKey, LeaseId
 
 _log = structlog.get_logger(__name__)
 
-#: Payload in one answer; what does not fit is pinned instead, and so is each value above MAX_MESSAGE_BYTES.
+#: Payload in one answer; values beyond it are pinned instead, and so is each value above MAX_MESSAGE_BYTES.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
-#: Of the memory, what one answer pins that is made key by key; the first of them may be larger.
+#: Part of the memory pinned by one answer made key by key; its first key may be larger.
 MAX_PINNED_FRACTION = 1 / 8
-#: Of a call of many items or keys, those that one step of the loop serves: about a millisecond.
+#: Items or keys of a large call served in one step of the loop: about a millisecond.
 STEP_ITEMS = 256
 DEFAULT_DEADLINE_S = 5.0
-#: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
+#: An item of COMMIT: a reservation no longer being written, or its error, and its checksums.
 _Ended: TypeAlias = tuple[Chunk | TanghuluError, Checksums]
-#: An answer that waits: for the master, or for room first.
+#: A delayed answer: waiting for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """The node in HELLO."""
+    """The node's identity in HELLO."""
 
     instance_id: str
     generation: int
@@ -158,7 +158,7 @@ class NodeService:
     # --- puts
 
     def open_buffer(self, peer: Peer, request: OpenBufferRequest, attachment: memoryview) -> Answer:
-        """A write buffer for a client that maps the memory; none if there is none to spare."""
+        """Return a write buffer for a client that maps the memory; none if there is none to spare."""
         session = session_of(peer)
         who = peer.identity
         scope, puts_kv = ("", True) if who is None else (who.scope, who.may(Right.KV))
@@ -168,7 +168,7 @@ class NodeService:
         return OpenBufferReply(place)
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
-        """Put values that came in the request."""
+        """Put values sent in the request."""
         session_of(peer)
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
@@ -180,7 +180,7 @@ class NodeService:
         return self._settle(written, request.visible, master_s)
 
     def receive(self, peer: Peer, request: PutRequest, num_bytes: int) -> PayloadSink | None:
-        """The range for the value of a PUT that is coming; None where ``put`` is to copy it."""
+        """Return the range for the value of an incoming PUT; None if ``put`` is to copy it."""
         session_of(peer)
         until_s = self._until(request.master_ms or request.deadline_ms)
         if [new.size_bytes for new in request.items] != [num_bytes]:
@@ -220,11 +220,11 @@ class NodeService:
         return PutReply.of(outcomes, self._state.newest_term)
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
-        """Reserve ranges that the client will write."""
+        """Reserve ranges for the client to write."""
         check_count(len(request.items))
         session = session_of(peer)
         items = request.items
-        # Who may not see memory must not find in its ranges what was another tenant's.
+        # Clients without access to memory must not find another tenant's data in its ranges.
         wipes = peer.identity is not None and not peer.identity.shared_memory
         reserved = [] if wipes else self._puts.reserve_at_once(items[:STEP_ITEMS], session.holder)
         if wipes or len(reserved) < len(items):
@@ -245,13 +245,13 @@ class NodeService:
             await self._puts.reserve_rest(items, reserved, session.holder, until_s)
             if wipes:
                 await self._puts.wipe(reserved)
-        except BaseException:  # its connection has ended: nobody will hear of these ranges
+        except BaseException:  # its connection has ended: no client will receive these ranges
             self._puts.take_back(reserved)
             raise
         return _reserve_reply(reserved)
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
-        """Publish what the client has written, give back what it has not."""
+        """Publish ranges written by the client, release those that it did not write."""
         check_count(len(request.items))
         session = session_of(peer)
         if len(request.aborted) <= STEP_ITEMS:
@@ -262,14 +262,14 @@ class NodeService:
         return self._commit_in_steps(peer, request)
 
     async def _commit_in_steps(self, peer: Peer, request: CommitRequest) -> Answer:
-        """Many items; or values without checksums, which the node computes, now that nobody writes them any more.
+        """Commit many items; or values without checksums, which the node computes once nobody writes them any more.
 
-        What is refused is done with in its own step.
+        Refused items are finished in their own step.
         """
         if len(request.aborted) > STEP_ITEMS:
             await self._unpin_all(session_of(peer), request.aborted)
         outcomes: list[bool | Failure] = []
-        ended: dict[int, tuple[Chunk, Checksums]] = {}  # by its place, what is not refused
+        ended: dict[int, tuple[Chunk, Checksums]] = {}  # accepted items, by position
         try:
             for at in range(0, len(request.items), STEP_ITEMS):
                 some = self._end_writing(peer, request, request.items[at : at + STEP_ITEMS])
@@ -302,7 +302,7 @@ class NodeService:
         return PutReply(outcomes, *self._state.newest_term)
 
     def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
-        """For each item its reservation, which nobody writes now, and the checksums that the client has told."""
+        """Return for each item its reservation, no longer being written, and the checksums sent by the client."""
         ended: list[_Ended] = []
         session_id = session_of(peer).session_id
         for item in items:
@@ -325,9 +325,9 @@ class NodeService:
     def _commit_written(
         self, request: CommitRequest, ended: Sequence[_Ended], num_committed: int
     ) -> tuple[list[Written], int]:
-        """Make chunks of what the client has written; and of how many of them, from the first on, the master knows.
+        """Make chunks of the client's writes; return them, and how many leading ones the master knows.
 
-        The client has committed the first ``num_committed`` there, which counts if it does for all that are here.
+        The client has committed the first ``num_committed`` there, which counts if it is valid for all that are here.
         """
         term = Term(request.term, request.term_of)
         valid = all(
@@ -356,7 +356,7 @@ class NodeService:
     # --- gets
 
     def get(self, peer: Peer, request: GetRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
-        """Small values inside the answer, others pinned; those on the SSD come up first."""
+        """Return small values inside the answer, others pinned; those on the SSD are promoted first."""
         check_count(len(request.keys))
         session = session_of(peer)
         if request.verify or (self._promoter is not None and self._promoter.is_cold(request.keys)):
@@ -367,7 +367,7 @@ class NodeService:
         return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
 
     async def _get_in_steps(self, session: Session, request: GetRequest) -> Answer:
-        """Many keys."""
+        """Get many keys."""
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         num_bytes, answer = 0, object()
@@ -398,9 +398,9 @@ class NodeService:
             await asyncio.sleep(0)
 
     async def _get_key_by_key(self, session: Session, request: GetRequest) -> Answer:
-        """What comes up from the SSD, or is verified, because room in memory may not suffice for all.
+        """Get keys one by one if they are promoted from the SSD, or verified: memory may not have room for all.
 
-        So beyond a part of the memory the answer ends, and the client asks again for the keys that are left.
+        So beyond a part of the memory the answer ends, and the client asks again for the remaining keys.
         """
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
@@ -439,7 +439,7 @@ class NodeService:
             yield each
 
     async def _corrupt(self, key: ChunkKey, verifier: Verifier) -> ChecksumMismatch | None:
-        """The answer for a corrupt chunk."""
+        """Return the answer for a corrupt chunk."""
         chunk = self._chunks.find(key)
         if chunk is None or not await verifier.drop_if_corrupt(chunk):
             return None
@@ -448,7 +448,7 @@ class NodeService:
     def _get(
         self, session: Session, keys: Sequence[str], max_inline_bytes: int, budget: int
     ) -> tuple[list[Found | Failure], list[bytes | memoryview]]:
-        """``keys`` as far as ``budget`` goes inside the answer, the others pinned."""
+        """Return ``keys`` inside the answer as far as ``budget`` allows, the others pinned."""
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         left_bytes = budget = min(budget, self._unsent.room_bytes)
@@ -489,7 +489,7 @@ class NodeService:
         return chunk
 
     def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
-        """End leases; look at chunks that a reader found corrupt."""
+        """End leases; check chunks reported corrupt by a reader."""
         check_count(len(request.corrupt))
         check_count(len(request.read))
         session = session_of(peer)
@@ -511,7 +511,7 @@ class NodeService:
         return await self._look_at(request.corrupt)
 
     async def _unpin_all(self, session: Session, lease_ids: Sequence[int], read: Sequence[str] = ()) -> None:
-        """Many leases; all of them, even if the connection ends meanwhile: its session may live on."""
+        """End many leases; all of them, even if the connection ends meanwhile: its session may live on."""
 
         async def steps() -> None:
             for at in reversed(range(0, max(len(lease_ids), len(read)), STEP_ITEMS)):  # as in ``_touch_again``
@@ -534,7 +534,7 @@ class NodeService:
     # --- questions
 
     def exists(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
-        """One byte a key; neither pins nor touches."""
+        """Return one byte a key; neither pins nor touches."""
         check_count(len(request.keys))
         holds = self._chunks.holds
         return KeysReply(bytes(holds(ChunkKey(key)) for key in request.keys))
@@ -561,12 +561,12 @@ class NodeService:
         return KeysReply(removed)
 
     def stat(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
-        """The facts of each chunk."""
+        """Return the facts of each chunk."""
         check_count(len(request.keys))
         return StatReply([chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
 
     def eviction(self, peer: Peer, request: EvictionPolicy, attachment: memoryview) -> Answer:
-        """Name the eviction policy, after switching to another if one is named."""
+        """Return the eviction policy, after switching to another if one is named."""
         session_of(peer)
         wanted = request.name
         if wanted and wanted != self._chunks.eviction_policy:
@@ -593,7 +593,7 @@ def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:
 
 
 def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
-    """The values that lie one behind the other in ``data``; raises InvalidRequest if the sizes do not add up."""
+    """Return the values concatenated in ``data``; raises InvalidRequest if the sizes do not add up."""
     check_count(len(items))
     if len(items) == 1 and items[0].size_bytes == len(data):
         return [(items[0], data)]
@@ -608,7 +608,7 @@ def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChu
 
 
 def session_of(peer: Peer) -> Session:
-    """The session of a connection; raises Unauthorized if it has none."""
+    """Return the session of a connection; raises Unauthorized if it has none."""
     session = peer.state
     if not isinstance(session, Session):
         raise Unauthorized("say HELLO first")

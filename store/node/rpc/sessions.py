@@ -1,9 +1,9 @@
 """The clients of a node: one session each, over any number of connections, watched until its process exits.
 
-A client names itself with a random id in its first frame; all its connections share one session, so that threads may
-use several. When the last connection is gone the session is lost: the access table ends its leases, and keeps mapped
-ones in quarantine until the process has exited (watched here by pidfd) or the client comes back and says what it
-still holds.
+A client identifies itself with a random id in its first frame; all its connections share one session, so that threads
+may use several. When the last connection is gone the session is lost: the access table ends its leases, and keeps
+mapped ones in quarantine until the process has exited (watched here by pidfd) or the client comes back and states which
+ones it still holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_CLIENT_ID = 128
 
 @dataclass(eq=False)
 class Session:
-    """One client. ``owned`` holds its session's number and those of lost ones that have leases it may give back."""
+    """One client. ``owned`` holds its session's number and those of lost ones with leases that it may give back."""
 
     key: SessionKey
     client_id: str
@@ -51,7 +51,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A client's greeting; ``pid`` and ``pidfd`` are the kernel's word (Unix sockets), never the client's."""
+    """A client's greeting; ``pid`` and ``pidfd`` come from the kernel (Unix sockets), never from the client."""
 
     client_id: str
     pid: int | None
@@ -78,7 +78,7 @@ class Sessions:
         return len(self._by_client)
 
     def open(self, greeting: Greeting) -> Session:
-        """The client's session, new or joined. Raises Unauthorized for no proper id, Overloaded for too many."""
+        """Return the client's session, new or joined. Raises Unauthorized for a bad id, Overloaded for too many."""
         if not 0 < len(greeting.client_id) <= _MAX_CLIENT_ID:
             raise Unauthorized(f"a client names itself by an id of 1 to {_MAX_CLIENT_ID} characters")
         client = (greeting.client_id, greeting.pid)
@@ -103,7 +103,7 @@ class Sessions:
         return session
 
     def leave(self, session: Session) -> None:
-        """One connection of the session is gone; with the last one its leases end."""
+        """Remove one connection of the session; with the last one its leases end."""
         session.num_connections -= 1
         if session.num_connections:
             return
@@ -115,7 +115,7 @@ class Sessions:
         self._on_freed()
 
     def forget_ended(self) -> None:
-        """Stop watching lost sessions that hold nothing any more; to be called now and then."""
+        """Stop watching lost sessions without leases; to be called now and then."""
         connected = {session.session_id for session in self._by_client.values()}
         for session_id in list(self._pids):
             if session_id not in connected and not self._state.depends_on(session_id):
@@ -142,7 +142,7 @@ class Sessions:
         return True
 
     def _log_unknown(self) -> None:
-        """Say once what keeps clients in containers of their own from mapping this node's memory."""
+        """Log once why clients in containers of their own cannot map this node's memory."""
         if not self._has_logged_unknown:
             self._has_logged_unknown = True
             _log.warning("client.gets_copies", reason=OTHER_NAMESPACE)
@@ -170,7 +170,7 @@ class Sessions:
 
 
 def after_drain(state: NodeState, handler: Handler) -> Handler:
-    """``handler``, of a node whose answers depend on what it holds: what clients wrote into buffers counts as held."""
+    """Return ``handler`` for a node whose answers depend on its chunks: clients' writes in buffers count as held."""
 
     def handled(peer: Any, request: Any, attachment: memoryview) -> Any:
         state.drain_buffers()

@@ -1,4 +1,4 @@
-"""Questions about a node's chunks: what it knows of each, and how many one call may ask for."""
+"""Questions about a node's chunks: a description of each, and the number of keys allowed per call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_count(num_keys: int) -> None:
 
 
 def chunk_info(chunks: NodeChunks, key: ChunkKey) -> ChunkInfo | None:
-    """The chunk, in memory or on the SSD; None if it is not here."""
+    """Return the chunk, in memory or on the SSD; None if it is not here."""
     chunk = chunks.find(key)
     held = chunk or chunks.find_below(key)
     if held is None:

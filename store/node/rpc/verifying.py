@@ -1,4 +1,4 @@
-"""Compares chunks with their checksums, a slice at a time: other calls have their turn in between."""
+"""Compares chunks with their checksums, a slice at a time: other calls are served in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.checksums import RunningChecksums
 
-#: Bytes that are compared before other calls have their turn: some tenths of a millisecond.
+#: Bytes compared before other calls are served: some tenths of a millisecond.
 SLICE_BYTES = 4 << 20
 
 
@@ -22,13 +22,13 @@ class Verifier:
         self._left_bytes = SLICE_BYTES  # of this turn
 
     async def drop_if_corrupt(self, chunk: Chunk) -> bool:
-        """Return whether the chunk was dropped, because its bytes are not what was put."""
+        """Return whether the chunk was dropped because its bytes did not match."""
         if await self.is_intact(chunk) or self._chunks.find(chunk.key) is not chunk:
             return False
         return not self._puts.verify(chunk)
 
     async def is_intact(self, chunk: Chunk) -> bool:
-        """Return whether the chunk's bytes are what was put; True for one that goes meanwhile."""
+        """Return whether the chunk's bytes match; True for one that is dropped meanwhile."""
         if not chunk.checksums.parts:
             return True
         running = RunningChecksums(chunk.size_bytes, chunk.checksums.part_bytes)

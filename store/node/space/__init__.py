@@ -1,1 +1,1 @@
-"""Ranges of a segment or of a file: which are free, and who has to go when one is needed."""
+"""Ranges of a segment or of a file: the free ones, and the residents to evict when one is needed."""

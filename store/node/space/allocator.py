@@ -1,17 +1,16 @@
-"""Which bytes of a segment are free: a best-fit allocator of offsets for values of any size, and one fence in it.
+"""Free bytes of a segment: a best-fit allocator of offsets for values of any size, and one fence in it.
 
-Pure arithmetic over [0, capacity); it knows nothing of chunks, and remembers only what is free: whoever holds a range
-says how long it is when giving it back. Free ranges never touch each other: a range
-that is freed melts with its free neighbours at once. Best fit (the smallest free range that is large enough, the
-lowest offset among equals) keeps large holes for large values; KV chunks mostly have one size, so a victim's
-hole is filled exactly by its successor.
+Pure arithmetic over [0, capacity); it knows nothing of chunks, and remembers only free ranges: the holder of a range
+states its length when returning it. Free ranges never touch each other: a freed range merges with its free neighbours
+at once. Best fit (the smallest free range that is large enough, the lowest offset among equals) keeps large holes for
+large values; KV chunks mostly have one size, so a victim's hole is filled exactly by its successor.
 
-A part of the segment can be *fenced* while it is being vacated: what is free there is given to nobody, and does not
-melt with what is free outside, until all of it is free and taken, or the fence is lifted.
+A part of the segment can be *fenced* while it is being vacated: free ranges there are not allocated, and do not merge
+with free ranges outside, until all of it is free and taken, or the fence is lifted.
 
-Worked example, capacity 1024, alignment 64: allocate(100) -> offset 0 (128 taken), allocate(64) -> 128,
-allocate(64) -> 192; free(128, 64) leaves holes [128,192) and [256,1024); allocate(10) takes the smaller one,
-offset 128. free(0, 100), free(128, 10), free(192, 64) melt into one hole of 1024.
+Worked example, capacity 1024, alignment 64: allocate(100) -> offset 0 (128 taken), allocate(64) -> 128, allocate(64) ->
+192; free(128, 64) leaves holes [128,192) and [256,1024); allocate(10) takes the smaller one, offset 128. free(0, 100),
+free(128, 10), free(192, 64) merge into one hole of 1024.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ OnTaken = Callable[[int, int], None]
 
 
 def ignore_taken(offset: int, length: int) -> None:
-    """Do nothing with a range that is taken."""
+    """Do nothing with a taken range."""
 
 
 class OffsetAllocator:
     """Every call is O(log n) in the number of free ranges. Sizes are rounded up to ``alignment``.
 
-    ``on_taken`` is called with the offset and length of each range that is taken.
+    ``on_taken`` is called with the offset and length of each allocated range.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class OffsetAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not taken, fenced ones included; not necessarily in one piece."""
+        """Bytes not taken, fenced ones included; not necessarily contiguous."""
         return self.capacity_bytes - self._used_bytes
 
     @property
@@ -68,11 +67,11 @@ class OffsetAllocator:
         return int(self._by_length[-1][0]) if self._by_length else 0
 
     def rounded(self, size_bytes: int) -> int:
-        """The bytes that a value of ``size_bytes`` takes."""
+        """Return the bytes taken by a value of ``size_bytes``."""
         return -(-size_bytes // self.alignment) * self.alignment
 
     def allocate(self, size_bytes: int) -> int | None:
-        """The offset of a free range of ``size_bytes`` (> 0), now taken; None if no hole is large enough."""
+        """Return the offset of a free range of ``size_bytes`` (> 0), now taken; None if no hole is large enough."""
         assert size_bytes > 0
         wanted = self.rounded(size_bytes)
         position = self._by_length.bisect_left((wanted, -1))
@@ -108,20 +107,20 @@ class OffsetAllocator:
         self.frames.taken(offset, length)
 
     def free(self, offset: int, size_bytes: int) -> None:
-        """Give back the range that ``allocate(size_bytes)`` returned as ``offset``; asserts that it is taken."""
+        """Free the range that ``allocate(size_bytes)`` returned as ``offset``; asserts that it is taken."""
         length = self.rounded(size_bytes)
         assert 0 <= offset <= self.capacity_bytes - length, f"[{offset}, +{length}) is not inside the segment"
         self._used_bytes -= length
         self.frames.freed(offset, length)
         if self._fence[1]:
-            for border in self._fence:  # a range may reach over either end
+            for border in self._fence:  # a range may extend over either end
                 if offset < border < offset + length:
                     self._melt(offset, border - offset)
                     offset, length = border, offset + length - border
         self._melt(offset, length)
 
     def _melt(self, offset: int, length: int) -> None:
-        """Enter a free range together with its free neighbours on the same side of the fence."""
+        """Merge a free range with its free neighbours on the same side of the fence, and enter the result."""
         start, end = offset, offset + length
         position = self._by_offset.bisect_left(offset)
         if position < len(self._by_offset):
@@ -142,11 +141,11 @@ class OffsetAllocator:
 
     @property
     def fence(self) -> tuple[int, int]:
-        """[start, end) of what is fenced; (0, 0): nothing is."""
+        """The fenced range [start, end); (0, 0) means none."""
         return self._fence
 
     def raise_fence(self, start: int, end: int) -> None:
-        """Give nothing of [start, end) to anybody from now on; asserts that nothing is fenced yet."""
+        """Allocate nothing of [start, end) from now on; asserts that nothing is fenced yet."""
         assert self._fence == (0, 0), "one fence at a time"
         assert 0 <= start < end <= self.capacity_bytes
         position = max(self._by_offset.bisect_right(start) - 1, 0)
@@ -165,7 +164,7 @@ class OffsetAllocator:
                 self._insert(begin, stop - begin)
 
     def lift_fence(self) -> None:
-        """Give what is free there to anybody again; nothing happens if there is no fence."""
+        """Allow allocation inside the fence again; does nothing without a fence."""
         start, end = self._fence
         inside = [(offset, self._by_offset[offset]) for offset in self._by_offset.irange(start, end, (True, False))]
         for offset, length in inside:
@@ -175,7 +174,7 @@ class OffsetAllocator:
             self._melt(offset, length)
 
     def hole_at(self, offset: int) -> int:
-        """The length of the free range that begins at ``offset``; 0 if none does."""
+        """Return the length of the free range that begins at ``offset``; 0 if none does."""
         return int(self._by_offset.get(offset, 0))
 
     def _insert(self, offset: int, length: int) -> None:
@@ -189,7 +188,7 @@ class OffsetAllocator:
             self._by_length.remove((length, offset))
 
     def check(self) -> None:
-        """Assert that free ranges do not touch but at the fence, and that free + used == capacity."""
+        """Assert that free ranges touch only at the fence, and that free + used == capacity."""
         position = -1
         for offset, length in self._by_offset.items():
             touches = offset == position and offset in self._fence
@@ -205,7 +204,7 @@ class OffsetAllocator:
         assert sorted(outside) == list(self._by_length)
 
     def holes(self) -> list[tuple[int, int]]:
-        """(offset, length) of everything that is free."""
+        """Return (offset, length) of all free ranges."""
         return list(self._by_offset.items())
 
     def check_tiles(self, taken: Iterable[tuple[int, int]]) -> None:

@@ -1,11 +1,11 @@
-"""Where in a segment a run of bytes is cheapest to vacate: sums over frames of equal size, and no search over chunks.
+"""Cheapest window of a segment to vacate: sums over frames of equal size, without a search over chunks.
 
-The segment is cut into at most ``MAX_FRAMES`` frames of a power of two. Of each frame are known the bytes that are free
-and those that are *loose*: held by residents that can be made to go elsewhere. What is neither stays where it is
-(reservations, write buffers, what is leased), and a window with such bytes cannot be vacated. The cost of a window, a
-run of whole frames, is the bytes of its residents, those included that reach over its two ends.
+The segment is divided into at most ``MAX_FRAMES`` frames of a power of two. Each frame has a count of its free bytes
+and of its *loose* bytes: held by residents that can be moved or dropped. All other bytes are fixed (reservations, write
+buffers, leased chunks), and a window with such bytes cannot be vacated. The cost of a window, a run of whole frames, is
+the bytes of its residents, including those that extend over its two ends.
 
-Example, frames of 1 MiB: a frame with three residents of 300 KiB, of which the last reaches 100 KiB into the next
+Example, frames of 1 MiB: a frame with three residents of 300 KiB, of which the last extends 100 KiB into the next
 frame, has 924 KiB free or loose as 124 + 800, and costs 900 KiB as a window of its own.
 
 Each change is O(1) for a range inside one frame; ``cheapest`` is a few vector operations over all frames, 0.15 ms.
@@ -24,7 +24,7 @@ _LONG = 16
 
 
 class Window(NamedTuple):
-    """[start, end) of the segment. ``spill_bytes``: of residents inside, what reaches over its two ends."""
+    """[start, end) of the segment. ``spill_bytes``: bytes of residents inside that extend over its two ends."""
 
     start: int
     end: int
@@ -44,24 +44,24 @@ class Frames:
         self._sizes[-1] = capacity_bytes - (self.num_frames - 1) * self.frame_bytes
         self._free = array("q", self._sizes.tobytes())
         self._loose = array("q", bytes(8 * self.num_frames))
-        #: How far the loose resident that lies across the beginning of a frame reaches to either side of it.
+        #: Extent to either side of a frame's beginning of the loose resident across it.
         self._before = array("q", bytes(8 * (self.num_frames + 1)))
         self._behind = array("q", bytes(8 * (self.num_frames + 1)))
 
     def window_bytes(self, size_bytes: int) -> int:
-        """The length of a window for a value of that size."""
+        """Return the length of a window for a value of that size."""
         return min(-(-size_bytes // self.frame_bytes) * self.frame_bytes, self._capacity_bytes)
 
     def freed(self, offset: int, length: int) -> None:
-        """The range is free."""
+        """Record that the range is free."""
         first = offset >> self._shift
-        if offset + length - 1 >> self._shift == first:  # nearly always
+        if offset + length - 1 >> self._shift == first:  # almost always
             self._free[first] += length
         else:
             self._add(self._free, offset, length, 1)
 
     def taken(self, offset: int, length: int) -> None:
-        """The range is not free any more."""
+        """Record that the range is no longer free."""
         first = offset >> self._shift
         if offset + length - 1 >> self._shift == first:
             self._free[first] -= length
@@ -69,7 +69,7 @@ class Frames:
             self._add(self._free, offset, length, -1)
 
     def loosened(self, offset: int, length: int) -> None:
-        """The range is that of a resident that can be made to go elsewhere."""
+        """Record that the range's resident can be moved or dropped."""
         first = offset >> self._shift
         if offset + length - 1 >> self._shift == first:
             self._loose[first] += length
@@ -78,7 +78,7 @@ class Frames:
             self._straddle(offset, length, 1)
 
     def fixed(self, offset: int, length: int) -> None:
-        """Its resident stays there, or has gone."""
+        """Record that the range's resident cannot be moved, or has left."""
         first = offset >> self._shift
         if offset + length - 1 >> self._shift == first:
             self._loose[first] -= length
@@ -87,11 +87,11 @@ class Frames:
             self._straddle(offset, length, 0)
 
     def begins(self, position: int) -> int:
-        """Where the loose resident begins that lies across ``position``, where a frame begins; else ``position``."""
+        """Return the start of the loose resident across ``position``, where a frame begins; else ``position``."""
         return position - self._before[position // self.frame_bytes]
 
     def cheapest(self, size_bytes: int) -> Window | None:
-        """The window for ``size_bytes`` with the least cost, the lowest of equals; None if none can be vacated."""
+        """Return the window for ``size_bytes`` with the least cost, the lowest of equals; None if there is none."""
         num = -(-size_bytes // self.frame_bytes)
         free, loose = np.frombuffer(self._free, np.int64), np.frombuffer(self._loose, np.int64)
         stays = _sums((self._sizes != free + loose).astype(np.int64), num)
@@ -128,7 +128,7 @@ class Frames:
             self._behind[index] = (end - index * size) * present
 
     def check(self, free: list[tuple[int, int]], loose: list[tuple[int, int]]) -> None:
-        """Assert that the sums are those of these ranges."""
+        """Assert that the sums match these ranges."""
         other = Frames(self._capacity_bytes, self.frame_bytes)
         other._free = array("q", bytes(8 * self.num_frames))
         for offset, length in free:
@@ -145,7 +145,7 @@ class Frames:
 
 
 def _sums(values: np.ndarray[tuple[int], np.dtype[np.int64]], num: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The sum of every run of ``num`` neighbours."""
+    """Return the sum of every run of ``num`` neighbours."""
     sums = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=sums[1:])
     return sums[num:] - sums[:-num]

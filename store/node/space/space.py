@@ -1,23 +1,23 @@
-"""Making room: which chunks go so that a value fits. Owns the allocator and the eviction order.
+"""Making room: evict and move chunks so that a value fits. Owns the allocator and the eviction order.
 
-Who goes is decided by the policy alone: victims are taken in its order, soft pins last, hard pins never, until as many
+Eviction is decided by the policy alone: victims are taken in its order, soft pins last, hard pins never, until as many
 bytes are free as the value takes. With values of one size the first victim's hole fits exactly, and nothing else
-happens. With mixed sizes the oldest chunks lie scattered, and their holes are too small. Then residents are *moved*:
-the window that is cheapest to vacate (see ``frames``) is fenced, and what lives there is copied into the holes that the
-victims left. So no chunk goes because of where it lies, and none is lost for a hole of the wrong size.
+happens. With mixed sizes the oldest chunks are scattered, and their holes are too small. Then residents are *moved*:
+the window that is cheapest to vacate (see ``frames``) is fenced, and its residents are copied into the holes that the
+victims left. So no chunk is evicted because of its location, and none is lost for a hole of the wrong size.
 
-Whatever somebody may touch stays: reservations, write buffers, and leased residents, mapped or not. Pins stand against
-eviction and not against moving. All this is done in steps of at most ``STEP_RESIDENTS`` residents and ``STEP_BYTES``
-copied bytes; a put that needs more waits for its turns.
+Ranges in use stay: reservations, write buffers, and leased residents, mapped or not. Pins prevent eviction but not
+moving. All this is done in steps of at most ``STEP_RESIDENTS`` residents and ``STEP_BYTES`` copied bytes; a put that
+needs more waits for its turns.
 
-Waste: a value takes its size rounded up to the allocator's alignment, 64 bytes, whatever other sizes are there: 64 KiB
-take 64 KiB, 100,000 bytes take 100,032. A window is a whole number of frames, so up to one frame more than the value
-needs (1/16,384 of the memory) is evicted ahead, which the next puts use. Example: 64 GiB full of 64 KiB chunks that
-were used in random order, a value of 16 MiB. Frames have 4 MiB. The 256 oldest chunks go, 16 MiB; of 16,381 windows of
-four frames the one with most of their holes is taken, say three; its other 253 chunks are copied into the other holes.
+Waste: a value takes its size rounded up to the allocator's alignment, 64 bytes, independent of other sizes: 64 KiB take
+64 KiB, 100,000 bytes take 100,032. A window is a whole number of frames, so up to one frame more than the value needs
+(1/16,384 of the memory) is evicted ahead, which the next puts use. Example: 64 GiB full of 64 KiB chunks used in random
+order, a value of 16 MiB. Frames have 4 MiB. The 256 oldest chunks are evicted, 16 MiB; of 16,381 windows of four frames
+the one with most of their holes is taken, say three; its other 253 chunks are copied into the other holes.
 
-Where nothing can be moved (the SSD tier), victims are taken in the policy's order for twice the value's bytes; if they
-leave no hole, the window with the fewest bytes is cleared, of those that hold neither pinned chunks nor read ones.
+If nothing can be moved (the SSD tier), victims are taken in the policy's order for twice the value's bytes; if they
+leave no hole, the window with the fewest bytes is cleared, of those without pinned chunks or chunks being read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tanghulu.store.node.space.frames import Window
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
-#: Residents that are dropped or moved in one step, and bytes that are copied in it.
+#: Residents dropped or moved in one step, and bytes copied in it.
 STEP_RESIDENTS = 48
 STEP_BYTES = 4 << 20
-#: Residents that give way for a write buffer at a time.
+#: Residents evicted for a write buffer at a time.
 MAX_CARVED = 4 * STEP_RESIDENTS
-#: What the choice of a window counts for in a step.
+#: Cost of the choice of a window in a step.
 _CHOICE = 16
-#: Residents of which the frames have not heard that somebody began or ended to use them, at most.
+#: Most residents with a begun or ended use that the frames have not received.
 _MAX_CHANGED = 256
-#: Where nothing is moved: scattered victims may cost this many times the wanted bytes before a window is cleared.
+#: If nothing is moved: scattered victims may cost this many times the wanted bytes before a window is cleared.
 _SCATTERED_LIMIT = 2
 _NO_BOUND = sys.maxsize
 
@@ -53,7 +53,7 @@ class Resident(Protocol):
 
     @property
     def key(self) -> ChunkKey:
-        """Names it."""
+        """Its key."""
         ...
 
     @property
@@ -68,12 +68,12 @@ class Resident(Protocol):
 
     @property
     def pin(self) -> Pin:
-        """How the resident is protected from eviction."""
+        """The resident's protection from eviction."""
         ...
 
     @property
     def is_live(self) -> bool:
-        """Whether it stands in the order of evictions."""
+        """Whether it is in the order of evictions."""
         ...
 
     @property
@@ -93,10 +93,10 @@ R_contra = TypeVar("R_contra", bound=Resident, contravariant=True)
 
 
 class Residents(Protocol[R_co]):
-    """All that have a range, found by key."""
+    """All owners of ranges, by key."""
 
     def find(self, key: ChunkKey) -> R_co | None:
-        """The one of ``key``, also when its time is over, as long as it has its range."""
+        """Return the resident of ``key``, even if expired, while it has its range."""
         ...
 
     def __iter__(self) -> Iterator[R_co]: ...
@@ -110,7 +110,7 @@ class ResidentMover(Protocol[R_contra]):
         ...
 
     def place(self, resident: R_contra, offset: int) -> None:
-        """The resident lies at ``offset`` from now on, where its bytes are already."""
+        """Record that the resident is at ``offset`` from now on; its bytes are there already."""
         ...
 
 
@@ -129,13 +129,13 @@ class Space(Generic[R]):
         self._table = table
         self._mover = mover
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
-        self._noted: list[R] = []  # came or were read in the call that is being served; the policies hear at its end
-        #: By offset, the residents of each frame by themselves: a dict of all would be copied in one step as it grows.
+        self._noted: list[R] = []  # new or read in the current call; passed to the policies at its end
+        #: By offset, the residents of each frame separately: a dict of all would be copied in one step as it grows.
         self._loose: list[dict[int, R]] = [{} for _ in range(allocator.frames.num_frames)]
-        self._changed: dict[int, R] = {}  # by offset: came into use or out of it since the frames were last asked
+        self._changed: dict[int, R] = {}  # by offset: use began or ended since the last update of the frames
         self._vacating = 0  # the length of the range that room is being made for
         self._steps: Iterator[bool] | None = None
-        self._copying: tuple[int, int] | None = None  # (offset, bytes) of a range that a resident is being copied to
+        self._copying: tuple[int, int] | None = None  # (offset, bytes) of the target of a running copy
         #: Whether the last ``take`` that found no room has more to do at once.
         self.has_more_to_do = False
 
@@ -145,7 +145,7 @@ class Space(Generic[R]):
         return self._policies[Pin.NONE].name
 
     def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
-        """Let another policy order the evictions; it begins with the order of the last one. O(n)."""
+        """Let another policy order the evictions; it begins with the last one's order. O(n)."""
         self.end_batch()
         for pin, old in self._policies.items():
             new = self._policies[pin] = make_policy()
@@ -156,13 +156,13 @@ class Space(Generic[R]):
                 new.add(key, chunk.range_bytes)
 
     def settle(self, chunk: R) -> None:
-        """The chunk became LIVE and may be evicted from now on."""
+        """Make the chunk, now LIVE, evictable."""
         self.refresh(chunk)
         if chunk.pin is not Pin.HARD:
             self._noted.append(chunk)
 
     def leave(self, chunk: R, *, evicted: bool) -> None:
-        """The chunk is no longer LIVE; to be called while its range is still the same."""
+        """Remove the chunk, no longer LIVE; to be called while its range is still the same."""
         self._changed.pop(chunk.offset, None)
         if self._loose_at(chunk.offset) is not None:
             self._fix(chunk)
@@ -171,9 +171,9 @@ class Space(Generic[R]):
             self._policies[chunk.pin].remove(chunk.key, evicted=evicted)
 
     def refresh(self, chunk: R) -> None:
-        """Somebody began or ended to use the range of the chunk, which is LIVE.
+        """Record that a use of the LIVE chunk's range began or ended.
 
-        The frames hear of it when they are asked: most uses have ended by then, and nothing has changed.
+        The frames are updated when they are needed: most uses have ended by then, and nothing has changed.
         """
         self._changed[chunk.offset] = chunk
         if len(self._changed) >= _MAX_CHANGED:
@@ -204,14 +204,14 @@ class Space(Generic[R]):
         self.allocator.frames.fixed(chunk.offset, self.allocator.rounded(chunk.range_bytes))
 
     def touch(self, chunk: R) -> None:
-        """The chunk was read."""
+        """Record a read of the chunk."""
         if chunk.pin is not Pin.HARD:
             self._noted.append(chunk)
 
     def end_batch(self) -> None:
-        """What came or was read since the last end was one call's: the policies hear of it, the last chunk first.
+        """End the batch of one call: the policies receive its new and read chunks, the last one first.
 
-        So LRU evicts leaves before the prefix they stand on. Whatever asks for the order ends the batch by itself.
+        So LRU evicts leaves before the prefix they depend on. Any use of the order ends the batch by itself.
         """
         if not self._noted:
             return
@@ -219,7 +219,7 @@ class Space(Generic[R]):
             policy.begin_batch()
         for chunk in reversed(self._noted):
             if not chunk.is_live:
-                continue  # put twice before the master knew of it
+                continue  # put twice before the master confirmed it
             policy = self._policies[chunk.pin]
             if not policy.touch(chunk.key):
                 policy.add(chunk.key, chunk.range_bytes)
@@ -230,11 +230,12 @@ class Space(Generic[R]):
         return chunk.pin is not Pin.HARD and chunk.key in self._policies[chunk.pin]
 
     def take(self, size_bytes: int, drop: Callable[[R], None], max_dropped: int = _NO_BOUND) -> int | None:
-        """The offset of a range of ``size_bytes``; None if there is none yet. ``drop`` frees the range of a victim.
+        """Return the offset of a range of ``size_bytes``; None if there is none yet. ``drop`` frees a victim's range.
 
-        Residents are dropped and moved as far as one step goes. After None ``has_more_to_do`` says whether the next
-        call goes on at once; else ranges have to be freed first, or leases to end. Where nothing is moved there are no
-        steps: None also if more than ``max_dropped`` had to go; those that went make it easier for the next call.
+        Residents are dropped and moved as far as one step allows. After None ``has_more_to_do`` states whether the next
+        call continues at once; otherwise ranges have to be freed first, or leases to end. Where nothing is moved there
+        are no steps: None also if more than ``max_dropped`` had to be dropped; those already dropped make it easier for
+        the next call.
         """
         offset = self.allocator.allocate(size_bytes)
         if offset is not None:
@@ -257,13 +258,13 @@ class Space(Generic[R]):
         return offset
 
     def stop_vacating(self) -> None:
-        """Give up the window that is being vacated, if any: who wanted it has gone, or others come first."""
+        """Give up the window being vacated, if any: its requester has left, or others come first."""
         self._steps, self._vacating, self.has_more_to_do = None, 0, False
         self._drop_copy()
         self.allocator.lift_fence()
 
     def _vacate(self, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R]) -> Iterator[bool]:
-        """Evict, then move, until a range of ``wanted`` bytes is free. Yields at a step's end: is there more to do?"""
+        """Evict, then move, until ``wanted`` bytes in one range are free. Yields after each step: is there more?"""
         allocator, frames, step = self.allocator, self.allocator.frames, _Step()
         while True:
             goal = frames.window_bytes(wanted)
@@ -275,7 +276,7 @@ class Space(Generic[R]):
                 window = frames.cheapest(wanted)
                 step.spend(_CHOICE)
                 missing = 0 if window is None else window.end - window.start + window.spill_bytes - allocator.free_bytes
-                if window is None or (missing > 0 and goal > allocator.free_bytes):  # nobody is left to evict
+                if window is None or (missing > 0 and goal > allocator.free_bytes):  # no evictable chunk is left
                     window = None
                     yield False
                     while frames.cheapest(wanted) is None:
@@ -292,7 +293,7 @@ class Space(Generic[R]):
                 return
 
     def _evict_until(self, goal: int, wanted: int, drop: Callable[[R], None], step: _Step) -> Iterator[bool]:
-        """Evict until ``goal`` bytes are free, or ``wanted`` in one piece, or nothing more can be evicted."""
+        """Evict until ``goal`` bytes are free, or ``wanted`` contiguous ones, or nothing more can be evicted."""
         allocator = self.allocator
         while allocator.free_bytes < goal and allocator.largest_free_bytes < wanted:
             if step.is_over:
@@ -312,7 +313,7 @@ class Space(Generic[R]):
     def _clear_out(
         self, window: Window, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R], step: _Step
     ) -> Iterator[bool]:
-        """Move what is in the window, until it is free, or something there is being used, or a hole elsewhere fits."""
+        """Move the window's residents until it is free, or one of them is in use, or a hole elsewhere fits."""
         allocator = self.allocator
         while (position := self._first_taken(window)) is not None and allocator.largest_free_bytes < wanted:
             if step.is_over:
@@ -340,14 +341,14 @@ class Space(Generic[R]):
                     break
 
     def _first_taken(self, window: Window) -> int | None:
-        """Where the first range begins that is not free in the window; all before it is one hole."""
+        """Return the start of the first range in the window that is not free; all before it is one hole."""
         begin = self.allocator.frames.begins(window.start)
         if begin == window.start:
             begin += self.allocator.hole_at(begin)
         return begin if begin < window.end else None
 
     def _move(self, resident: R, target: int, mover: ResidentMover[R], step: _Step) -> Iterator[bool]:
-        """Copy a resident to the range at ``target``, in pieces if it is large; it may be gone or used in between."""
+        """Copy a resident to the range at ``target``, in pieces if large; it may be dropped or used in between."""
         source, size = resident.offset, resident.range_bytes
         self._copying = (target, size)
         for done in range(0, size, STEP_BYTES):
@@ -375,7 +376,7 @@ class Space(Generic[R]):
             self._copying = None
 
     def _clear_window(self, size_bytes: int, drop: Callable[[R], None], max_dropped: int) -> int | None:
-        """Make room where nothing is moved."""
+        """Make room in a tier that cannot move residents."""
         allocator = self.allocator
         wanted = allocator.rounded(size_bytes)
         num_left = max_dropped
@@ -387,7 +388,7 @@ class Space(Generic[R]):
         window = allocator.frames.cheapest(wanted)
         if window is None:
             return None
-        allocator.raise_fence(window.start, window.end)  # what becomes free inside stays apart from holes beside it
+        allocator.raise_fence(window.start, window.end)  # ranges freed inside stay apart from holes beside it
         while (position := self._first_taken(window)) is not None:
             if num_left <= 0:
                 break
@@ -401,10 +402,10 @@ class Space(Generic[R]):
     def carve(
         self, wanted_bytes: int, least_bytes: int, max_evicted_bytes: int, drop: Callable[[R], None]
     ) -> tuple[int, int] | None:
-        """(offset, bytes) of a range of ``least_bytes`` to ``wanted_bytes``; None if what is free is too scattered.
+        """Return (offset, bytes) of ``least_bytes`` to ``wanted_bytes``; None if free space is too scattered.
 
-        The oldest residents give way, but none if more than ``max_evicted_bytes`` had to go, and at most
-        ``MAX_CARVED``: where they are small, this makes room for the next call.
+        The oldest residents are evicted, but none if more than ``max_evicted_bytes`` would be, and at most
+        ``MAX_CARVED``: if they are small, this makes room for the next call.
         """
         self.stop_vacating()
         allocator = self.allocator
@@ -416,7 +417,7 @@ class Space(Generic[R]):
         return None if offset is None else (offset, length)
 
     def victims(self) -> Iterator[R]:
-        """Everything that could be evicted now, the first to go first."""
+        """Yield everything that could be evicted now, in the order of eviction."""
         self.end_batch()
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
             yield from self._evictable(policy.victims())
@@ -429,14 +430,14 @@ class Space(Generic[R]):
                 yield chunk
 
     def victims_of(self, tenant: str) -> Iterator[R]:
-        """The chunks of one tenant in the order of their eviction; asserts that the eviction is fair."""
+        """Yield the chunks of one tenant in the order of their eviction; asserts that the eviction is fair."""
         self.end_batch()
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
             assert isinstance(policy, Fair), f"{policy!r} knows no tenants"
             yield from self._evictable(policy.victims_of(tenant))
 
     def oldest_of(self, tenant: str, wanted_bytes: int, max_num: int) -> tuple[list[R], int]:
-        """A tenant's first to go, as many as hold ``wanted_bytes``, at most ``max_num``; the bytes missing to that."""
+        """Return a tenant's next victims, up to ``wanted_bytes`` and ``max_num``, and the bytes missing to that."""
         chosen: list[R] = []
         for resident in islice(self.victims_of(tenant), max_num):
             if wanted_bytes <= 0:
@@ -446,7 +447,7 @@ class Space(Generic[R]):
         return chosen, wanted_bytes
 
     def oldest(self, wanted_bytes: int, max_num: int | None = None) -> list[R]:
-        """The first to go, as many as hold ``wanted_bytes``, and at most ``max_num``."""
+        """Return the next victims, up to ``wanted_bytes`` and ``max_num``."""
         chosen: list[R] = []
         victims = islice(self.victims(), max_num)
         while wanted_bytes > 0 and (chunk := next(victims, None)) is not None:
@@ -456,11 +457,11 @@ class Space(Generic[R]):
 
     @property
     def in_between(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of what is taken and no resident's: where one is being copied to."""
+        """(offset, bytes) of ranges that are taken but belong to no resident: targets of running copies."""
         return [] if self._copying is None else [self._copying]
 
     def check(self) -> None:
-        """Assert that exactly the LIVE chunks without a hard pin are in the eviction order, and what is loose."""
+        """Assert that the eviction order has exactly the LIVE chunks without a hard pin; check the loose ones."""
         self.allocator.check()
         self.end_batch()
         self._tell_frames()
@@ -487,21 +488,21 @@ class Space(Generic[R]):
 
 
 class _Step:
-    """The rest of one step: residents dropped or moved, bytes copied."""
+    """The remainder of one step: residents to drop or move, bytes to copy."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """The next step."""
+        """Start the next step."""
         self.residents, self._bytes = STEP_RESIDENTS, STEP_BYTES
 
     def spend(self, residents: int, num_bytes: int = 0) -> None:
-        """Count what was done."""
+        """Count completed work."""
         self.residents -= residents
         self._bytes -= num_bytes
 
     @property
     def is_over(self) -> bool:
-        """Whether the rest is for the next step."""
+        """Whether the step is used up."""
         return self.residents <= 0 or self._bytes <= 0

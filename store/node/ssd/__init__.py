@@ -1,1 +1,1 @@
-"""The node's SSD tier: what goes down, where it lies in the file, what comes up again."""
+"""The node's SSD tier: demotion of chunks, their layout in the file, and promotion."""

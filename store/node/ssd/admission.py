@@ -1,12 +1,12 @@
-"""Which evicted chunks go down to the SSD: a pure decision, told of evictions and of how writes went.
+"""Admission of evicted chunks to the SSD: a pure decision, based on evictions and the results of writes.
 
-Not everything is worth a write: flash wears out, and a queue that cannot keep up must not slow puts down. A chunk is
-dropped instead of written when the reason below holds, the first one counts. After a failed write (disk full, I/O
-error) nothing is written for a while, 1 s at first, twice as long after each further failure, at most 30 s; one success
-ends that.
+Not everything is worth a write: flash wears out, and a queue that falls behind must not slow puts down. A chunk is
+dropped instead of written for the reasons below; the first one that applies counts. After a failed write (disk full,
+I/O error) nothing is written for a while, 1 s at first, twice as long after each further failure, at most 30 s; one
+success ends that.
 
-``reused`` admits chunks that were read while they were in memory, or whose key was evicted before and is still
-remembered (the last 65,536 keys): prompts that come once never reach the disk.
+``reused`` admits chunks that were read while in memory, or whose key was evicted before and is still remembered (the
+last 65,536 keys): prompts used once never reach the disk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Demotion(Enum):
 class EvictedChunk:
     """A chunk that leaves memory. ``left_s`` None: it has no end; ``queue_bytes``: the largest write that fits now.
 
-    ``pinned``: hard; it leaves memory only because the node ends, and neither its use nor the rate of writes counts.
+    ``pinned``: hard; it leaves memory only because the node stops, and neither its use nor the rate of writes counts.
     """
 
     key: ChunkKey
@@ -72,7 +72,7 @@ class TierAdmission:
         self._remembered: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def decide(self, chunk: EvictedChunk, now_s: float) -> Demotion:
-        """Return whether to write ``chunk``; an ADMIT uses up the rate's allowance."""
+        """Return whether to write ``chunk``; ADMIT uses up the rate's allowance."""
         seen_before = self._remember(chunk.key) if self._mode == "reused" else True
         if chunk.record_bytes > self.max_record_bytes:
             return Demotion.TOO_LARGE
@@ -87,10 +87,10 @@ class TierAdmission:
         return Demotion.ADMIT if chunk.pinned or self._spend(chunk.record_bytes, now_s) else Demotion.OVER_RATE
 
     def write_ended(self, ok: bool, now_s: float) -> None:
-        """A write came to its end."""
+        """Record the end of a write."""
         if ok:
             self._pause_s = 0.0
-        elif now_s >= self._paused_until_s:  # of the writes that were under way together the first counts
+        elif now_s >= self._paused_until_s:  # of concurrent writes the first counts
             self._pause_s = min(max(self._pause_s * 2, _FIRST_PAUSE_S), _MAX_PAUSE_S)
             self._paused_until_s = now_s + self._pause_s
 
@@ -103,7 +103,7 @@ class TierAdmission:
         return known
 
     def _spend(self, num_bytes: int, now_s: float) -> bool:
-        """Debt is allowed for one record, so that one larger than a burst is written at all."""
+        """Spend the rate's allowance; debt of one record is allowed, so that one larger than a burst is written."""
         if not self._rate:
             return True
         if self._filled_s is not None:

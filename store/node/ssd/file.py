@@ -1,8 +1,8 @@
 """The file under the SSD tier, and the aligned memory that its I/O goes through: blocking calls, made by threads.
 
-Reads and writes bypass the page cache (O_DIRECT): the chunks would otherwise be in memory twice, once where nobody
-accounts for them. A file system that refuses direct I/O is used through the cache, with a line in the log that says so.
-Knows places, lengths and heads; what is worth keeping is ``tier_state``'s business.
+Reads and writes bypass the page cache (O_DIRECT): otherwise the chunks would be in memory twice, once unaccounted for.
+A file system that refuses direct I/O is used through the cache, with a line in the log. This module handles places,
+lengths and heads; choosing the chunks to keep is ``tier_state``'s business.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
 
-#: A size of more than this many times its file system can only be a mistake; a smaller one shrinks to what is there.
+#: A size of more than this many times its file system can only be a mistake; a smaller one shrinks to the space there.
 ABSURD = 16
-#: What a scan reads at once: of heads that lie far from each other the first unit, elsewhere everything.
+#: Bytes of one read of a scan: the first unit for heads far apart, elsewhere everything.
 _SPARSE_WINDOW = UNIT
 _DENSE_WINDOW = 1 << 20
-#: Records longer than this are jumped over: reading them would take longer than the next request.
+#: Longer records are skipped: reading them would take longer than the next request.
 _FAR_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class IoBuffer:
-    """Aligned memory for one record; give it back to the arena that it came from."""
+    """Aligned memory for one record; return it to the arena it came from."""
 
     offset: int
     view: memoryview
@@ -62,7 +62,7 @@ class IoBuffer:
 class Arena:
     """Bounded aligned memory for I/O; used by the event loop alone.
 
-    Pages are taken from the system when they are touched first, or by ``populate``.
+    Pages are allocated by the system when first touched, or by ``populate``.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -77,38 +77,38 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """The running operations."""
+        """Bytes in use by running operations."""
         return self._allocator.used_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """The longest buffer to be had now."""
+        """The longest buffer available now."""
         return self._allocator.largest_free_bytes
 
     def take(self, size_bytes: int) -> IoBuffer | None:
-        """A buffer of ``size_bytes`` (a multiple of the unit); None if there is no such piece."""
+        """Return a buffer of ``size_bytes`` (a multiple of the unit); None if there is no such piece."""
         offset = self._allocator.allocate(size_bytes)
         return None if offset is None else IoBuffer(offset, self._view[offset : offset + size_bytes])
 
     def give_back(self, buffer: IoBuffer) -> None:
-        """No I/O uses the buffer any more."""
+        """Return a buffer that no I/O uses any more."""
         self._allocator.free(buffer.offset, len(buffer.view))
         buffer.view.release()
 
     def populate(self) -> None:
-        """Take all pages from the system now, which is 1 ms a MiB; to be called before anything else, in any thread."""
+        """Allocate all pages from the system now, at 1 ms a MiB; to be called before anything else, in any thread."""
         np.frombuffer(self._area, np.uint8)[:: mmap.PAGESIZE] = 0
 
     def close(self) -> None:
-        """Unmap; buffers of writes that a failing disk never took keep their pages until they are dropped."""
+        """Unmap; buffers of writes that a failing disk never completed keep their pages until they are dropped."""
         unmap(self._view, self._area)
 
 
 class TierFile:
-    """One open file, locked against a second node. ``offset`` counts from behind the header everywhere."""
+    """One open file, locked against a second node. ``offset`` always counts from behind the header."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        """Open or make the file. Raises ConfigError for somebody else's, another format's, one in use or unreadable."""
+        """Open or create the file. Raises ConfigError if it is another user's or format's, in use, or unreadable."""
         self.path = path
         self.capacity_bytes = size_bytes // UNIT * UNIT - HEADER_BYTES
         self.direct = True
@@ -123,7 +123,7 @@ class TierFile:
             raise ConfigError(f"cannot use {path} as SSD tier: {error.strerror or error}; choose another") from error
 
     def _compare_with_disk(self, size_bytes: int) -> None:
-        """Raise ConfigError for a size that can only be a mistake, log one that is larger than the file system."""
+        """Raise ConfigError for a size that can only be a mistake, log one larger than the file system."""
         found = os.statvfs(self.path.parent)
         disk_bytes = found.f_blocks * found.f_frsize
         if not disk_bytes or size_bytes <= disk_bytes:
@@ -153,7 +153,7 @@ class TierFile:
         try:
             self._keep_private(fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException as error:  # an interrupt, too: nobody else knows the descriptor; it is raised on
+        except BaseException as error:  # an interrupt, too: nobody else knows the descriptor; re-raised
             os.close(fd)
             if isinstance(error, BlockingIOError):
                 raise ConfigError(
@@ -163,7 +163,7 @@ class TierFile:
         return fd
 
     def _keep_private(self, fd: int) -> None:
-        """Refuse a file of another user; take from others the right to read one of this user's."""
+        """Refuse a file of another user; make one of this user's unreadable for others."""
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ConfigError(
@@ -175,7 +175,7 @@ class TierFile:
             _log.warning("tier.mode_narrowed", path=str(self.path), mode=f"{stat.S_IMODE(found.st_mode):04o}")
 
     def _take_over(self) -> bytes:
-        """The id of the file. One damaged superblock is written again; without any the file starts empty."""
+        """Return the id of the file. One damaged superblock is rewritten; without any the file starts empty."""
         units = [self._read_superblock(place) for place in SUPERBLOCK_PLACES]
         ids = [None if unit is None else decode_superblock(unit) for unit in units]
         file_id = next((each for each in ids if each is not None), None)
@@ -195,8 +195,8 @@ class TierFile:
         return file_id
 
     def _read_superblock(self, place: int) -> bytes | None:
-        """The unit there, empty behind the file's end; None where it cannot be read."""
-        unit = mmap.mmap(-1, UNIT)  # unmapped with the last that holds it, which may be the error of a read
+        """Return the unit there, empty behind the file's end; None if it cannot be read."""
+        unit = mmap.mmap(-1, UNIT)  # unmapped with the last reference, which may be the error of a read
         try:
             return unit[: os.preadv(self._fd, [unit], place)]
         except OSError as error:
@@ -204,7 +204,7 @@ class TierFile:
             return None
 
     def _refuse_others(self, units: Sequence[bytes | None]) -> None:
-        """Raise ConfigError unless the file is a new one, or a tier of this format whose superblocks are damaged."""
+        """Raise ConfigError unless the file is new, or a tier of this format with damaged superblocks."""
         formats = [tier_format(unit) for unit in units if unit and unit.strip(b"\0")]
         others = [each for each in formats if each is not None]
         why = None
@@ -235,7 +235,7 @@ class TierFile:
         _all(os.pwritev, self._fd, view, HEADER_BYTES + offset)
 
     def read(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` (aligned). Raises OSError, also where the file ends before."""
+        """Fill ``view`` (aligned). Raises OSError, also if the file ends before."""
         _all(os.preadv, self._fd, view, HEADER_BYTES + offset)
 
     def wipe(self, offset: int) -> None:
@@ -254,9 +254,9 @@ class TierFile:
     # --- everything
 
     def scan(self) -> Iterator[tuple[int, SsdRecord]]:
-        """(offset, record) of everything that the file holds, by its heads; values are verified when they are read.
+        """Yield (offset, record) of the file's contents, by their heads; values are verified when they are read.
 
-        Reads heads only, and whole holes: after a head it goes on behind the record. Raises OSError.
+        Reads heads only, and whole holes: after a head it continues behind the record. Raises OSError.
         """
         with memoryview(mmap.mmap(-1, _DENSE_WINDOW)) as view:
             end, position, length = min(self.capacity_bytes, self._length()), 0, _DENSE_WINDOW
@@ -271,7 +271,7 @@ class TierFile:
                 length = _SPARSE_WINDOW if is_sparse else _DENSE_WINDOW
 
     def _scan_window(self, view: memoryview, begin: int, *, is_last: bool) -> tuple[list[tuple[int, SsdRecord]], int]:
-        """What begins in ``view``, and where to go on; with a head that is cut off the next window begins."""
+        """Return the records that begin in ``view``, and the next position; a truncated head begins the next window."""
         found: list[tuple[int, SsdRecord]] = []
         at = 0
         while at < len(view):
@@ -292,7 +292,7 @@ class TierFile:
         return os.fstat(self._fd).st_size - HEADER_BYTES
 
     def unbacked(self) -> list[tuple[int, int]]:
-        """(offset, length) of all that has no room on the disk yet, in whole units; nothing where that is not known."""
+        """Return (offset, length) of all units without room on the disk yet; nothing if that is unknown."""
         found: list[tuple[int, int]] = []
         position = 0
         with contextlib.suppress(OSError):
@@ -305,7 +305,7 @@ class TierFile:
         return found
 
     def _seek(self, offset: int, whence: int) -> int:
-        """Where data or a hole begins next; the end if nothing does."""
+        """Return the next start of data or of a hole; the end if there is none."""
         try:
             return os.lseek(self._fd, HEADER_BYTES + offset, whence) - HEADER_BYTES
         except OSError as error:
@@ -314,12 +314,12 @@ class TierFile:
             return offset if whence == os.SEEK_HOLE else self.capacity_bytes
 
     def _next_data(self, position: int) -> int:
-        """Skip what was never written."""
+        """Skip ranges that were never written."""
         return max(self._seek(position, os.SEEK_DATA), position) // UNIT * UNIT
 
 
 def _all(call: object, fd: int, view: memoryview, position: int) -> None:
-    """Repeat ``call`` (preadv or pwritev) until the whole view is through; direct I/O moves whole units."""
+    """Repeat ``call`` (preadv or pwritev) until the whole view is done; direct I/O moves whole units."""
     assert callable(call)
     done = 0
     while done < len(view):

@@ -1,7 +1,7 @@
-"""Chunks that come back up from the SSD when somebody asks for them, and those that go down when the node ends.
+"""Promotion of requested chunks from the SSD, and demotion of chunks when the node stops.
 
-One promotion a key at a time, however many ask; at most ``MAX_PROMOTIONS`` together, others wait their turn. Whoever
-waits does so until its own deadline; the promotion itself goes on for those who come later. Owns the waiting around
+One promotion per key at a time, for any number of requests; at most ``MAX_PROMOTIONS`` together, others wait their
+turn. Waiters wait until their own deadlines; the promotion itself continues for later ones. Owns the waiting around
 ``SsdTier.reading`` and ``NodeState``'s decisions about room.
 """
 
@@ -22,11 +22,11 @@ from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, format_size
 
 MAX_PROMOTIONS = 32
-#: Keys of one get that are on their way up together.
+#: Keys of one get promoted together.
 LOOK_AHEAD = 8
 #: Seconds that one promotion may take.
 PROMOTION_DEADLINE_S = 5.0
-#: Seconds for which a node that stops in order writes its memory to the disk.
+#: Seconds for which an orderly stopping node writes its memory to the disk.
 SEND_DOWN_S = 3.0
 #: Bytes copied for the disk in one step of the loop.
 STEP_BYTES = 8 << 20
@@ -45,19 +45,19 @@ class Promoter:
         self._pinned: asyncio.Task[None] | None = None
 
     def bring_up_pinned(self) -> None:
-        """Begin to bring up what is pinned hard, one after the other: that belongs in memory when nobody asks, too."""
+        """Begin to promote hard-pinned chunks, one after the other: they belong in memory even without requests."""
         self._pinned = asyncio.create_task(self._bring_up_pinned())
 
     def is_cold(self, keys: Iterable[str]) -> bool:
-        """Return whether any of ``keys`` would have to come up first."""
+        """Return whether any of ``keys`` would have to be promoted first."""
         find, below = self._chunks.find, self._tier.find
         return any(find(ChunkKey(key)) is None and below(ChunkKey(key)) is not None for key in keys)
 
     async def each(self, keys: Sequence[str], until_s: float) -> AsyncIterator[tuple[str, TanghuluError | None]]:
-        """Bring up ``keys`` in their order, a few ahead; (key, why it is not there) when it is its turn.
+        """Promote ``keys`` in order, a few ahead; yield (key, its error or None) when it is its turn.
 
-        Use a key's chunk before asking for the next one: it may be evicted then. A key that is in neither tier comes
-        without an error.
+        Use a key's chunk before asking for the next one: it may be evicted then. A key in neither tier comes without an
+        error.
         """
         for index, key in enumerate(keys):
             for ahead in keys[index : index + LOOK_AHEAD]:
@@ -75,7 +75,7 @@ class Promoter:
                 yield key, error
 
     def begin(self, key: ChunkKey) -> None:
-        """Start bringing ``key`` up, if it is in the tier and not on its way yet."""
+        """Start promoting ``key``, if it is in the tier and not being promoted yet."""
         if key in self._under_way or self._chunks.find(key) is not None:
             return
         entry = self._tier.find(key)
@@ -85,11 +85,11 @@ class Promoter:
             task.add_done_callback(lambda done: self._ended(key, done))
 
     async def chunk(self, key: ChunkKey, until_s: float) -> Chunk:
-        """The LIVE chunk of ``key`` in memory; use it before the next await. ``until_s``: the loop's time.
+        """Return the LIVE chunk of ``key`` in memory; use it before the next await. ``until_s``: the loop's time.
 
         Raises ChunkNotFound, StoreFull if leases leave no room for it, DeadlineExceeded.
         """
-        for _ in range(3):  # it may be evicted again before this coroutine has its turn
+        for _ in range(3):  # it may be evicted again before this coroutine runs
             chunk = self._chunks.find(key)
             if chunk is not None:
                 return chunk
@@ -107,14 +107,14 @@ class Promoter:
         return chunk
 
     def room_changed(self) -> None:
-        """Ranges were freed or chunks became evictable: those who wait for room try again."""
+        """Retry promotions that wait for room, as ranges were freed or chunks became evictable."""
         while self._waiting_for_room:
             future = self._waiting_for_room.popleft()
             if not future.done():
                 future.set_result(None)
 
     async def settled(self, until_s: float) -> None:
-        """See SsdTier.settled: what was removed stays removed."""
+        """See SsdTier.settled: removed chunks stay removed."""
         await self._tier.settled(until_s)
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ class Promoter:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def send_down(self) -> None:
-        """Send down what memory holds for the node's next start, as far as ``SEND_DOWN_S`` goes; the warmest first."""
+        """Demote memory's chunks for the node's next start, as far as ``SEND_DOWN_S`` allows; the warmest first."""
         until_s = asyncio.get_running_loop().time() + SEND_DOWN_S
         step_bytes = 0
         for chunk in self._chunks.warmest():
@@ -153,7 +153,7 @@ class Promoter:
     def _ended(self, key: ChunkKey, task: asyncio.Task[Chunk]) -> None:
         del self._under_way[key]
         if not task.cancelled():
-            task.exception()  # whoever waited has heard it; nobody may have
+            task.exception()  # waiters have received it; there may be none
 
     async def _promote(self, entry: SsdChunk) -> Chunk:
         until_s = asyncio.get_running_loop().time() + PROMOTION_DEADLINE_S

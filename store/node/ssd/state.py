@@ -1,9 +1,9 @@
-"""The decisions of a node's SSD tier: what is in its file, what goes down, what goes when room is needed there.
+"""The decisions of a node's SSD tier: the contents of its file, admission, and eviction when room is needed there.
 
 Pure: events and times go in, instructions come out, in the order in which they must be performed. The driver (``tier``)
 moves the bytes. One rule makes reuse of the file safe: writes and wipes are performed one after the other, in the order
-of the instructions. So a range is free at once when its chunk goes (unless somebody is reading it), because whatever is
-written there comes behind the wipe of the old head. And no head of a chunk that went survives in a hole, where the next
+of the instructions. So a range is free at once when its chunk is dropped (unless it is being read), because the next
+write to it comes behind the wipe of the old head. And no head of a dropped chunk survives in a hole, where the next
 start would find it: its wipe comes before the write that reuses its range, unless that write overwrites the head.
 """
 
@@ -29,21 +29,21 @@ from tanghulu.types import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write the entry's record; then tell ``written``."""
+    """Write the entry's record; then call ``written``."""
 
     entry: SsdChunk
 
 
 @dataclass(frozen=True, slots=True)
 class Wipe:
-    """Overwrite the unit at ``offset``, so that the record there is found no more."""
+    """Overwrite the unit at ``offset``, so that the record there is no longer found."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class LostChunk:
-    """The entry is not to be had here any more: unless memory has it, the master must hear of it."""
+    """The entry is no longer available here: unless memory has it, the master must be informed."""
 
     entry: SsdChunk
 
@@ -72,21 +72,21 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Residents:
-    """The owner of a range in the file; an entry whose time is over has it until it is dropped."""
+    """The owners of ranges in the file; an expired entry has its range until it is dropped."""
 
     entries: dict[ChunkKey, SsdChunk]
     doomed: dict[int, SsdChunk]
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
-        """The entry of ``key``."""
+        """Return the entry of ``key``."""
         return self.entries.get(key)
 
     def __iter__(self) -> Iterator[SsdChunk]:
         return chain(self.entries.values(), self.doomed.values())
 
 
-#: Entries that give way for another at the most, unless it is pinned hard: a large one among small ones would hold up
-#: the node for seconds. It is not written then, and the next large one finds room that was made for it.
+#: Most entries dropped for another, unless it is pinned hard: a large one among small ones would block
+#: the node for seconds. It is not written then, and the next large one finds the room made for it.
 MAX_MADE_WAY = 128
 
 
@@ -103,9 +103,9 @@ class TierState:
         self._doomed: dict[int, SsdChunk] = {}  # by offset
         self._residents = _Residents(self._entries, self._doomed)
         self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self._residents, make_policy)
-        self._retired: list[tuple[int, int]] = []  # (offset, length) of what the disk has no room for
+        self._retired: list[tuple[int, int]] = []  # (offset, length) without room on the disk
         self._retired_bytes = 0
-        self._ends = SortedList()  # (expires_s, id, entry) of those in _entries that end by time
+        self._ends = SortedList()  # (expires_s, id, entry) of those in _entries with an end
         self._sequence = 0
 
     @property
@@ -115,7 +115,7 @@ class TierState:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of it that are not free."""
+        """Bytes of the file that are not free."""
         return self._space.allocator.used_bytes - self._retired_bytes
 
     def __len__(self) -> int:
@@ -125,11 +125,11 @@ class TierState:
         return iter(self._residents)
 
     def entries(self) -> list[SsdChunk]:
-        """The entries that can be read, as they are now."""
+        """Return a copy of the list of readable entries."""
         return list(self._entries.values())
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
-        """The entry of ``key``, unless its time is over."""
+        """Return the entry of ``key``, unless it has expired."""
         entry = self._entries.get(key)
         if entry is None or (entry.expires_s is not None and entry.expires_s <= self._clock.now_s()):
             return None
@@ -138,10 +138,10 @@ class TierState:
     # --- down
 
     def next_sequence(self, now_unix_s: float) -> int:
-        """Of a record that is about to be written: higher than any that the file holds, or held before its wipes.
+        """Return the sequence of the next record to write: higher than any in the file, now or before its wipes.
 
-        Microseconds of the wall clock, because of what was wiped the next start sees nothing; never back if that goes
-        back.
+        Microseconds of the wall clock, because the next start sees nothing of wiped records; it never decreases if the
+        clock does.
         """
         self._sequence = max(self._sequence + 1, int(now_unix_s * 1e6))
         return self._sequence
@@ -149,7 +149,7 @@ class TierState:
     def evicted(
         self, record: SsdRecord, expires_s: float | None, num_hits: int, queue_bytes: int
     ) -> tuple[SsdChunk | None, list[Instruction]]:
-        """A chunk leaves memory. Its entry here, if it stays to be had, and what is to be done.
+        """Take a chunk that leaves memory. Return its entry here, if it stays available, and the instructions.
 
         ``queue_bytes``: the largest record that can be queued for writing now.
         """
@@ -199,7 +199,7 @@ class TierState:
             self._ends.add((entry.expires_s, id(entry), entry))
 
     def retire(self, unbacked: Sequence[tuple[int, int]]) -> None:
-        """The disk is full: use what is free among these (offset, length) no more, until the next start."""
+        """Use the free parts of these (offset, length) no more, until the next start, as the disk is full."""
         for start, length in self._space.allocator.holes():
             for offset, size_bytes in unbacked:
                 begin, end = max(start, offset), min(start + length, offset + size_bytes)
@@ -208,9 +208,9 @@ class TierState:
                     self._retired_bytes += end - begin
 
     def written(self, entry: SsdChunk, *, ok: bool, pause: bool = True) -> list[Instruction]:
-        """The write of ``entry`` ended; after a failure the chunk is lost, and what was written of it is wiped.
+        """Take the result of the write of ``entry``; after a failure the chunk is lost, and its record is wiped.
 
-        Without ``pause`` others are written all the same: the tier makes room for them where the disk has some.
+        Without ``pause`` others are written nevertheless: the tier makes room for them if the disk has some.
         """
         self.admission.write_ended(ok or not pause, self._clock.now_s())
         if ok:
@@ -229,13 +229,13 @@ class TierState:
     # --- up
 
     def begin_read(self, entry: SsdChunk) -> None:
-        """Keep the entry's range as it is until ``end_read``; asserts that it is STORED."""
+        """Keep the entry's range unchanged until ``end_read``; asserts that it is STORED."""
         assert entry.state is SsdChunkState.STORED, f"{entry.key!r} is {entry.state.value}"
         entry.num_readers += 1
         self._space.refresh(entry)
 
     def end_read(self, entry: SsdChunk) -> None:
-        """The read is over."""
+        """End a read."""
         entry.num_readers -= 1
         if entry.state is not SsdChunkState.DOOMED:
             self._space.refresh(entry)
@@ -243,16 +243,16 @@ class TierState:
             self._free(entry)
 
     def promoted(self, entry: SsdChunk) -> None:
-        """The chunk went up; its copy here stays, so that it need not be written when it comes down again."""
+        """Record that the chunk was promoted; its copy here stays, so that demoting it needs no write."""
         self.counters.promoted += 1
         if entry.held:
             self._space.touch(entry)
             self._space.end_batch()
 
     def not_read(self, entry: SsdChunk, *, corrupt: bool) -> list[Instruction]:
-        """Drop an entry whose bytes could not be read, or are not what was put."""
+        """Drop an entry whose bytes could not be read, or do not match."""
         if not entry.held:
-            return []  # it was dropped during the read, so what was read means nothing
+            return []  # it was dropped during the read, whose result is void
         if corrupt:
             self.counters.corrupt += 1
         else:
@@ -260,18 +260,18 @@ class TierState:
         return self.drop(entry)
 
     def touch(self, entry: SsdChunk) -> None:
-        """Somebody put or read the key."""
+        """Record a put or a read of the key."""
         self._space.touch(entry)
         self._space.end_batch()
 
     # --- the end
 
     def drop(self, entry: SsdChunk) -> list[Instruction]:
-        """Let ``entry`` go, if it is still there."""
+        """Drop ``entry``, if it still exists."""
         return self._drop(entry, evicted=False) if entry.held else []
 
     def expire(self, now_s: float) -> list[Instruction]:
-        """Let go what has come to its end."""
+        """Drop expired entries."""
         instructions: list[Instruction] = []
         while self._ends and self._ends[0][0] <= now_s:
             self.counters.expired += 1
@@ -302,10 +302,10 @@ class TierState:
     # --- a new start
 
     def recover(self, record: SsdRecord, offset: int, now_unix_s: float) -> list[Instruction]:
-        """Enter what the scan found, unless it is over, does not fit, or is older than another record of its key.
+        """Enter the results of a scan, unless expired, too large, or older than another record of the key.
 
-        Returns the wipe of what is not kept. The wall clock may have jumped: a chunk lives no longer than it had left
-        when it was written.
+        Returns the wipes of the others. The wall clock may have jumped: a chunk lives no longer than it had left when
+        it was written.
         """
         self._sequence = max(self._sequence, record.sequence)
         left_s = None
@@ -317,7 +317,7 @@ class TierState:
         if is_over or is_older or not self._space.allocator.claim(offset, record.record_bytes):
             return [Wipe(offset)]
         wipes: list[Instruction] = []
-        if other is not None:  # nobody has heard of it yet
+        if other is not None:  # not yet reported to anybody
             wipes = [each for each in self._drop(other, evicted=False) if isinstance(each, Wipe)]
             self.counters.recovered -= 1
         expires_s = None if left_s is None else self._clock.now_s() + left_s

@@ -1,8 +1,8 @@
-"""A node's SSD tier: performs what ``TierState`` decides, with threads for the file and buffers of bounded size.
+"""A node's SSD tier: performs the decisions of ``TierState``, with threads for the file and bounded buffers.
 
-Down: an evicted chunk's bytes are copied into a buffer in the step that evicts it, so its range in memory is free at
-once; one thread writes and wipes in the order of the decisions. When the buffers are used up the chunk is dropped, and
-counted: a put never waits for the disk. Up: see ``promotion``. Belongs to the node's event loop.
+Demotion: an evicted chunk's bytes are copied into a buffer in the step that evicts it, so its range in memory is free
+at once; one thread writes and wipes in the order of the decisions. When the buffers are used up the chunk is dropped,
+and counted: a put never waits for the disk. Promotion: see ``promotion``. Belongs to the node's event loop.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from tanghulu.types import ChunkKey
 _log = structlog.get_logger(__name__)
 
 MIN_SSD_BYTES = 1 << 20
-#: Errors of a disk, a quota or a limit that has no room left.
+#: Errors of a full disk, quota or limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-#: Bytes on their way down, and on their way up; also the largest record of each.
+#: Bytes being demoted, and being promoted; also the largest record of each.
 QUEUE_BYTES = 64 << 20
 NUM_READ_THREADS = 4
 #: Seconds that a stop waits for the disk.
 CLOSE_DEADLINE_S = 5.0
-#: Writes and wipes that the thread is given at once, and their bytes: the buffers come back when all are done.
+#: Writes and wipes passed to the thread at once, and their bytes: the buffers return when all are done.
 _BATCH = 32
 _BATCH_BYTES = 8 << 20
-#: Records of the file that are entered at a time when the node starts: some 4 us each.
+#: Records of the file entered at a time when the node starts: some 4 us each.
 _RECOVERED_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A write with its filled buffer, or a wipe; ``final``: somebody is told that the chunk will not come back."""
+    """A write with its filled buffer, or a wipe; ``final``: a caller relies on the chunk not coming back."""
 
     instruction: Write | Wipe
     buffer: IoBuffer | None
@@ -65,7 +65,7 @@ _Outcome: TypeAlias = OSError | None
 
 @dataclass(frozen=True, slots=True)
 class SsdPlace:
-    """The operator's choice: a file, or a directory in which a node is known by its port."""
+    """The operator's choice: a file, or a directory with one file per node, named by its port."""
 
     path: Path
     size_bytes: int
@@ -78,7 +78,7 @@ class SsdPlace:
 
 
 class SsdTier:
-    """See the module. ``view`` is the node's memory; ``on_lost`` hears of every chunk that is not here any more."""
+    """See the module. ``view`` is the node's memory; ``on_lost`` gets every chunk that is no longer available here."""
 
     def __init__(self, file: TierFile, state: TierState, view: memoryview, on_lost: Callable[[SsdChunk], None]) -> None:
         self.state = state
@@ -99,11 +99,11 @@ class SsdTier:
         self._closed = self._has_shrunk = False
 
     async def populate(self) -> None:
-        """Take the memory of what is on its way down; else the first large evictions would do so, and hold the loop."""
+        """Allocate the memory for demotions now; otherwise the first large evictions would, and block the loop."""
         await asyncio.get_running_loop().run_in_executor(self._readers, self._down.populate)
 
     async def recover(self) -> None:
-        """Enter what the file holds; to be called once, before anything else."""
+        """Enter the file's contents; to be called once, before anything else."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.run_in_executor(self._readers, lambda: list(self.file.scan()))
@@ -117,7 +117,7 @@ class SsdTier:
                 await asyncio.sleep(0)
         _log.info("tier.open", path=str(self.file.path), direct=self.file.direct, num_chunks=len(self.state))
 
-    # --- what the node's decisions ask; all of it at once
+    # --- requests of the node's decisions; all take effect at once
 
     @property
     def capacity_bytes(self) -> int:
@@ -126,19 +126,19 @@ class SsdTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of it that are not free."""
+        """Bytes of the file that are not free."""
         return self.state.used_bytes
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
-        """The entry of ``key``."""
+        """Return the entry of ``key``."""
         return self.state.find(key)
 
     def entries(self) -> list[SsdChunk]:
-        """The entries that can be read."""
+        """Return the readable entries."""
         return self.state.entries()
 
     def touch(self, entry: SsdChunk) -> None:
-        """Somebody put the key again."""
+        """Record another put of the key."""
         self.state.touch(entry)
 
     @property
@@ -147,11 +147,11 @@ class SsdTier:
         return self.state.counters
 
     def promoted(self, entry: SsdChunk) -> None:
-        """The chunk went up."""
+        """Record that the chunk was promoted."""
         self.state.promoted(entry)
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
-        """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""
+        """Keep ``chunk``, which is leaving memory, where its bytes still are. None if it is dropped."""
         now_s = unix_time_s()
         ends_unix_s = None if left_s is None else now_s + left_s
         record = SsdRecord(
@@ -174,12 +174,12 @@ class SsdTier:
         self.state.switch_policy(make_policy)
 
     def drop(self, entry: SsdChunk) -> None:
-        """Let ``entry`` go; once ``settled`` has returned, it will not come back."""
+        """Drop ``entry``; once ``settled`` has returned, it will not come back."""
         self._sync_wanted = True
         self._perform(self.state.drop(entry), final=True)
 
     def expire(self, now_s: float) -> None:
-        """Let go what has come to its end."""
+        """Drop expired entries."""
         self._perform(self.state.expire(now_s))
 
     # --- down
@@ -244,7 +244,7 @@ class SsdTier:
         self._work()
 
     def _shrink(self, unbacked: Sequence[tuple[int, int]]) -> None:
-        """Live in what the disk has given so far, and say so once."""
+        """Limit the tier to the space that the disk has given so far, and log that once."""
         self.state.retire(unbacked)
         if not self._has_shrunk:
             self._has_shrunk = True
@@ -258,7 +258,7 @@ class SsdTier:
                 future.set_result(None)
 
     async def settled(self, until_s: float) -> None:
-        """Wait until what was decided so far is in the file, so that what was removed stays removed after a restart.
+        """Wait until all decisions so far are in the file, so that removed chunks stay removed after a restart.
 
         Raises NodeUnavailable if the file cannot be written, DeadlineExceeded at ``until_s`` (the loop's time).
         """
@@ -268,7 +268,7 @@ class SsdTier:
             raise NodeUnavailable(f"the SSD tier could not forget a removed chunk ({error}); remove it again")
 
     async def performed(self, until_s: float) -> None:
-        """Wait until what was decided so far was tried; raises DeadlineExceeded at ``until_s`` (the loop's time)."""
+        """Wait until all decisions so far were tried; raises DeadlineExceeded at ``until_s`` (the loop's time)."""
         if self._num_done == self._num_given:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -283,9 +283,9 @@ class SsdTier:
 
     @asynccontextmanager
     async def reading(self, entry: SsdChunk, until_s: float) -> AsyncIterator[memoryview]:
-        """The value of ``entry``, verified; valid inside the block, and the entry's range stays what it is.
+        """Yield the verified value of ``entry``; valid inside the block, during which the entry's range is unchanged.
 
-        Raises ChunkNotFound if it is gone or its bytes are not what was put, DeadlineExceeded at ``until_s``.
+        Raises ChunkNotFound if it is gone or its bytes do not match, DeadlineExceeded at ``until_s``.
         """
         if entry.state is SsdChunkState.WRITING:
             await self.performed(until_s)
@@ -340,16 +340,16 @@ class SsdTier:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes on their way down."""
+        """Bytes queued for writing."""
         return self._down.used_bytes
 
     @property
     def free_queue_bytes(self) -> int:
-        """Bytes that may go down now."""
+        """Bytes that may be queued now."""
         return self._down.largest_free_bytes
 
     async def close(self) -> None:
-        """Finish what was decided, then close the file."""
+        """Finish pending work, then close the file."""
         with contextlib.suppress(DeadlineExceeded):
             await self.performed(asyncio.get_running_loop().time() + CLOSE_DEADLINE_S)
         self._closed = True
@@ -362,7 +362,7 @@ class SsdTier:
         self.file.close()
 
     def check(self) -> None:
-        """Assert the state's invariants, and that every entry that is WRITING has its bytes in a buffer."""
+        """Assert the state's invariants, and that every WRITING entry has its bytes in a buffer."""
         self.state.check()
         writing = {p.instruction.entry for p in (*self._pending, *self._under_way) if isinstance(p.instruction, Write)}
         assert all(e in writing for e in self.state.entries() if e.state is SsdChunkState.WRITING)
@@ -373,7 +373,7 @@ class SsdTier:
 
 
 async def _uninterrupted(future: asyncio.Future[bool]) -> bool:
-    """The result of ``future``; a cancellation waits for it first, because a thread is using our memory."""
+    """Return the result of ``future``; a cancellation waits for it first, because a thread is using our memory."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -389,13 +389,13 @@ def open_tier(
     clock: Clock,
     on_lost: Callable[[SsdChunk], None],
 ) -> SsdTier:
-    """A tier below ``view``, still without what its file holds: ``recover`` it. Raises ConfigError."""
+    """Return a tier below ``view``, without its file's contents: ``recover`` them. Raises ConfigError."""
     file = TierFile(place.file, place.size_bytes)
     return SsdTier(file, TierState(file.capacity_bytes, make_policy, admission, clock), view, on_lost)
 
 
 def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_Outcome]:
-    """Perform ``batch`` in its order; runs in the writing thread."""
+    """Perform ``batch`` in order; runs in the writing thread."""
     outcomes: list[_Outcome] = []
     for pending in batch:
         try:
@@ -417,7 +417,7 @@ def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_O
 
 
 def _read_one(file: TierFile, record: SsdRecord, offset: int, view: memoryview) -> bool:
-    """Read the record and tell whether head and value are what was put; runs in a thread."""
+    """Read the record and return whether head and value are intact; runs in a thread."""
     file.read(offset, view)
     found = decode_head(view[: record.head_bytes], offset, file.file_id)
     if found is None or (found.key, found.version, found.size_bytes) != (record.key, record.version, record.size_bytes):

@@ -1,12 +1,12 @@
-"""One chunk of a node: its states, the events that move it, and what is known of it.
+"""One chunk of a node: its states, the events that move it, and its data.
 
     RESERVED ----COMMIT------> ANNOUNCING --ACCEPTED/GAVE_UP--> LIVE
         | \\---COMMIT_UNSEEN------------------------------------^ |
         |                        |                               |
         +--------DROP------------+------------DROP---------------+--> CONDEMNED --LAST_LEASE_ENDED--> GONE
 
-A chunk never changes its bytes. DROP stands for every reason to let it go (evicted, removed, expired, corrupt, refused
-by the master, abandoned by its writer); the range itself is free only in GONE, when nobody can touch it any more.
+A chunk never changes its bytes. DROP stands for every reason to drop it (evicted, removed, expired, corrupt, refused by
+the master, abandoned by its writer); the range itself is free only in GONE, when nobody can touch it any more.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tanghulu.types import ChunkKey
 class ChunkState(Enum):
     """The states of a chunk; only LIVE ones are served."""
 
-    #: A writer has the range; nobody else knows of it. Several reservations of one key may stand side by side.
+    #: A writer has the range; nobody else knows of it. Several reservations of one key may exist at once.
     RESERVED = "reserved"
-    #: The bytes are there and the master is being told; its answer decides whether this put was the first.
+    #: The bytes are in place and the master is being notified; its answer decides whether this put was the first.
     ANNOUNCING = "announcing"
     #: Served to everybody, and evictable while it has neither leases nor a hard pin.
     LIVE = "live"
-    #: Nobody finds it any more, but a peer may still touch its range.
+    #: It cannot be found any more, but a peer may still touch its range.
     CONDEMNED = "condemned"
     #: Its range is free.
     GONE = "gone"
@@ -68,7 +68,7 @@ TRANSITIONS: dict[tuple[ChunkState, ChunkEvent], ChunkState] = {
 
 
 def compact(checksums: Checksums) -> int | Checksums:
-    """The form in which a chunk keeps its checksums: most have one over the whole value, and a million of them add up.
+    """Return the form in which a chunk keeps its checksums: most have one over the value, and a million add up.
 
     Example: Checksums(0, (7,)) is 7, 136 bytes less; Checksums(4, (7, 8)) stays.
     """
@@ -86,15 +86,15 @@ _PIN_NUMBERS = {pin: number for number, pin in enumerate(_PINS)}
 
 
 class Chunk(msgspec.Struct, eq=False, gc=False):
-    """One chunk; made by ``reserved``.
+    """One chunk; created by ``reserved``.
 
-    ``num_leases`` counts the reservation or the pins on its range. ``replicas`` nodes shall hold it, this one among
+    ``num_leases`` counts the reservation or the pins on its range. ``replicas`` nodes should hold it, this one among
     them.
 
-    A million of them live at once, so what is seldom asked for is one integer of 48 bytes where five objects would take
-    three times as much: time in ms (from bit 137) | replicas (7 bits) | pin (2) | checksum (64) | version (64). Only a
-    chunk without checksums, or with several, keeps a tuple (version, checksums, the rest). It refers to nothing that
-    could refer to it, so no garbage collection looks at it.
+    A million of them exist at once, so rarely used data is one integer of 48 bytes where five objects would take three
+    times as much: time in ms (from bit 137) | replicas (7 bits) | pin (2) | checksum (64) | version (64). Only a chunk
+    without checksums, or with several, keeps a tuple (version, checksums, the rest). It refers to nothing that could
+    refer to it, so no garbage collection visits it.
     """
 
     tier: ClassVar[Tier] = Tier.MEMORY
@@ -122,7 +122,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
         expires_s: float | None = None,
         replicas: int = 1,
     ) -> Self:
-        """A chunk whose range a writer has."""
+        """Return a chunk whose range is being written."""
         assert created_s >= 0, "monotonic clocks start at zero"
         rest = int(created_s * 1000) << _TIME_SHIFT | min(replicas, _MAX_REPLICAS) << _REPLICAS_SHIFT
         facts = _pack(version, compact_checksums, rest | _PIN_NUMBERS[pin])
@@ -136,17 +136,17 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def pin(self) -> Pin:
-        """How the chunk is protected from eviction."""
+        """The chunk's protection from eviction."""
         return _PINS[self._rest & 3]
 
     @property
     def replicas(self) -> int:
-        """The number of nodes that shall hold the chunk."""
+        """The number of nodes that should hold the chunk."""
         return self._rest >> _REPLICAS_SHIFT & _MAX_REPLICAS
 
     @property
     def created_s(self) -> float:
-        """When it was reserved, to the millisecond."""
+        """Time of its reservation, to the millisecond."""
         return (self._rest >> _TIME_SHIFT) / 1000
 
     @property
@@ -156,7 +156,7 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def compact_checksums(self) -> int | Checksums:
-        """See ``compact``; what the writer said until the bytes are there."""
+        """See ``compact``; the writer's own checksums until the bytes are in place."""
         facts = self._facts
         return facts >> _CHECKSUM_SHIFT & _WORD if isinstance(facts, int) else facts[1]
 
@@ -182,12 +182,12 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def held(self) -> bool:
-        """Whether the node has it to give, or will once the master agrees."""
+        """Whether the node can serve it, or will once the master agrees."""
         return self.state is ChunkState.LIVE or self.state is ChunkState.ANNOUNCING
 
     @property
     def is_live(self) -> bool:
-        """Whether it stands in the order of evictions, unless it is hard-pinned."""
+        """Whether it is in the order of evictions, unless it is hard-pinned."""
         return self.state is ChunkState.LIVE
 
     @property
@@ -202,13 +202,13 @@ class Chunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def is_loose(self) -> bool:
-        """Whether it may be moved now: nobody touches its range but through the node and the shared index."""
+        """Whether it may be moved now: its range is used only through the node and the shared index."""
         return self.state is ChunkState.LIVE and self.num_leases == 0
 
 
 @lru_cache(1024)
 def _shared(size_bytes: int) -> int:
-    """One int for all chunks of a size, of which KV has few: each message brings an int of its own, 32 bytes."""
+    """Return one int for all chunks of a size, of which KV has few: each message brings its own, 32 bytes."""
     return size_bytes
 
 

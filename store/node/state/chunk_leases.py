@@ -1,4 +1,4 @@
-"""Leases on chunks and reservations: which chunk each lease stands on, and what ends with it."""
+"""Leases on chunks and reservations: the chunk of each lease, and the effects of its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tanghulu.types import LeaseId
 
 
 class ChunkLeases:
-    """See the module. ``access`` grants leases on ranges of the segment, and knows when they end."""
+    """See the module. ``access`` grants leases on ranges of the segment, and determines when they end."""
 
     def __init__(self, access: AccessTable, chunks: NodeChunks) -> None:
         self.access = access
@@ -25,52 +25,52 @@ class ChunkLeases:
 
     @property
     def lease_ms(self) -> int:
-        """The time of a lease that is not renewed."""
+        """Duration in ms of a lease that is not renewed."""
         return self.access.lease_ms
 
     def __len__(self) -> int:
-        """Leases of all sessions that are not over."""
+        """Current leases of all sessions."""
         return self.access.num_leases
 
     def lease(self, lease_id: int) -> Lease | None:
-        """The lease itself, if it is not over."""
+        """Return the lease itself, if it has not ended."""
         return self.access.lease(LeaseId(lease_id))
 
     def chunk(self, lease_id: int) -> Chunk | None:
-        """The chunk or reservation that ``lease_id`` stands on."""
+        """Return the chunk or reservation of ``lease_id``."""
         return self._by_lease.get(LeaseId(lease_id))
 
     def leases(self) -> list[tuple[LeaseId, Chunk]]:
-        """All leases with their chunks, as they are now."""
+        """Return a list of all leases with their chunks."""
         return list(self._by_lease.items())
 
     # --- sessions
 
     def open_session(self, session_id: int, pid: int | None, *, may_write: bool) -> SessionKey:
-        """A client has come; ``pid`` of its process if the kernel says so."""
+        """Open a session for a client; ``pid`` of its process if the kernel reports it."""
         return self.access.open_session(session_id, pid, may_write=may_write)
 
     def has_session(self, session_id: int) -> bool:
-        """Return whether the session is connected, or has leases that are not over."""
+        """Return whether the session is connected, or has current leases."""
         return self.access.has_session(session_id)
 
     def close_session(self, session_id: int) -> None:
-        """The session's connections are gone: its leases end, mapped ones are kept until its process has exited."""
+        """Close the session: its leases end, mapped ones are kept until its process has exited."""
         self.freed(self.access.close_session(session_id))
 
     def session_exited(self, session_id: int) -> None:
-        """The client's process has ended: all its leases are over."""
+        """End all leases of a client whose process has ended."""
         self.freed(self.access.session_exited(session_id))
 
     # --- the leases
 
     def pin(self, chunk: Chunk, holder: Holder) -> Pinned:
-        """A read lease on a LIVE chunk. Raises Overloaded if there are too many leases."""
+        """Grant a read lease on a LIVE chunk. Raises Overloaded if there are too many leases."""
         lease_id, copies_only = self.grant(chunk, holder, Opcode.READ)
         return Pinned(chunk, lease_id, copies_only)
 
     def grant(self, chunk: Chunk, holder: Holder, mode: Opcode) -> tuple[LeaseId, bool]:
-        """(a lease on the chunk's range, whether it is for copies only), by the holder's mapping if it may."""
+        """Return (a lease on the chunk's range, whether it is for copies only), by the holder's mapping if allowed."""
         lease_id, copies_only = None, True
         if holder.maps:
             try:
@@ -86,7 +86,7 @@ class ChunkLeases:
         return lease_id, copies_only
 
     def end_writing(self, lease_id: LeaseId, session_id: int) -> Chunk:
-        """The holder has written this reservation, which has no lease now. Raises LeaseExpired, and it is gone."""
+        """End the writing of a reservation, now without a lease. Raises LeaseExpired if it is gone."""
         chunk = self._by_lease.get(lease_id)
         lease = self.access.lease(lease_id)
         if chunk is None or lease is None or lease.session_id != session_id or chunk.state is not ChunkState.RESERVED:
@@ -105,9 +105,9 @@ class ChunkLeases:
         self.freed(self.access.release(lease_id))
 
     def unpin(self, lease_ids: Iterable[int], session_ids: Container[int]) -> None:
-        """End leases whose holder will not touch the ranges any more, pinned or reserved.
+        """End leases on ranges, pinned or reserved, that their holder will not touch any more.
 
-        Leases that are over, or not of these sessions, are ignored.
+        Ended leases, and those of other sessions, are ignored.
         """
         for lease_id in lease_ids:
             lease = self.access.lease(LeaseId(lease_id))
@@ -115,15 +115,15 @@ class ChunkLeases:
                 self.release(LeaseId(lease_id))
 
     def release_unheld(self, session_ids: Container[int], held: Container[int]) -> None:
-        """End all leases of a client's lost sessions but those that it says it still holds."""
+        """End all leases of a client's lost sessions except those that it still claims."""
         self.unpin([lease_id for lease_id in list(self._by_lease) if lease_id not in held], session_ids)
 
     def expire(self, now_s: float) -> None:
-        """End leases whose time has come."""
+        """End expired leases."""
         self.freed(self.access.expire(now_s))
 
     def freed(self, freed: Iterable[Freed]) -> None:
-        """Take note of leases that are over, as the access table or the segment server has told."""
+        """Record ended leases, as reported by the access table or the segment server."""
         for each in freed:
             chunk = self._forget(each.lease_id)
             if chunk is None:
@@ -140,7 +140,7 @@ class ChunkLeases:
         return chunk
 
     def check(self) -> None:
-        """Assert that each chunk counts its leases, and that no lease stands on a chunk that is gone."""
+        """Assert that each chunk counts its leases, and that no lease is on a chunk that is gone."""
         self.access.check()
         leases: dict[Chunk, int] = {}
         for chunk in self._by_lease.values():

@@ -1,4 +1,4 @@
-"""Every chunk of a node, found by key, and the part of them that clients find by themselves.
+"""Every chunk of a node, found by key, and the chunks that clients find by themselves.
 
 Owns the indexes; decides nothing.
 """
@@ -21,10 +21,10 @@ _INDEXED = (ChunkState.ANNOUNCING, ChunkState.LIVE)
 
 
 class Published:
-    """The chunks that stand in the node's shared index: LIVE ones with one checksum and no end of their own.
+    """The chunks in the node's shared index: LIVE ones with one checksum and no end of their own.
 
-    Entries are written when the call that made the chunk LIVE has been answered, so nobody waits for them, and taken
-    away before the chunk's range can be given to anybody else. Without a ``writer`` there is no index.
+    Entries are written when the call that made the chunk LIVE has been answered, so nobody waits for them, and removed
+    before the chunk's range can be given to another. Without a ``writer`` there is no index.
     """
 
     def __init__(self, writer: IndexWriter | None = None) -> None:
@@ -32,12 +32,12 @@ class Published:
         self._fresh: list[Chunk] = []
 
     def add(self, chunk: Chunk) -> None:
-        """The chunk is LIVE; it enters the index with the next ``flush``."""
+        """Enter the LIVE chunk into the index with the next ``flush``."""
         if self._writer is not None and chunk.expires_s is None and isinstance(chunk.compact_checksums, int):
             self._fresh.append(chunk)
 
     def flush(self) -> None:
-        """Write what was added."""
+        """Write the added entries."""
         if not self._fresh:
             return
         assert self._writer is not None
@@ -48,7 +48,7 @@ class Published:
         self._fresh.clear()
 
     def remove(self, chunk: Chunk) -> None:
-        """The chunk is about to go."""
+        """Remove a chunk that is about to be dropped."""
         if self._writer is not None:
             self.flush()
             self._writer.withdraw(chunk.key)
@@ -60,17 +60,17 @@ class Published:
             self._writer.beat(now_s)
 
     def tell_term(self, term: Term) -> None:
-        """Let readers know the newest master that the node obeys."""
+        """Publish to readers the newest master that the node obeys."""
         if self._writer is not None:
             self._writer.tell_term(term)
 
     def close(self) -> None:
-        """Tell readers not to look any more."""
+        """Tell readers to stop reading the index."""
         if self._writer is not None:
             self._writer.close()
 
     def check(self, chunks: PartedDict[ChunkKey, Chunk]) -> None:
-        """Assert that every entry is that of a LIVE chunk."""
+        """Assert that every entry belongs to a LIVE chunk."""
         if self._writer is None:
             return
         self.flush()
@@ -88,12 +88,12 @@ class Published:
 
 
 class ChunkTable:
-    """A key names at most one ANNOUNCING or LIVE chunk; RESERVED and CONDEMNED ones, the few, stand by themselves."""
+    """A key names at most one ANNOUNCING or LIVE chunk; the few RESERVED and CONDEMNED ones are kept separately."""
 
     def __init__(self, published: Published | None = None) -> None:
         self._by_key = PartedDict[ChunkKey, Chunk]()
         self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
-        self._ends = SortedList()  # (expires_s, id, chunk) of those in _by_key that end by time
+        self._ends = SortedList()  # (expires_s, id, chunk) of those in _by_key with an end
         self._published = published or Published()
         self.hard_pinned_bytes = 0
 
@@ -104,11 +104,11 @@ class ChunkTable:
         return chain(self._by_key.values(), self._nameless.values())
 
     def find(self, key: ChunkKey) -> Chunk | None:
-        """The ANNOUNCING or LIVE chunk of ``key``."""
+        """Return the ANNOUNCING or LIVE chunk of ``key``."""
         return self._by_key.get(key)
 
     def keys(self) -> list[ChunkKey]:
-        """The keys of all ANNOUNCING and LIVE chunks, as they are now."""
+        """Return a list of the keys of all ANNOUNCING and LIVE chunks."""
         return list(self._by_key)
 
     @property
@@ -117,14 +117,14 @@ class ChunkTable:
         return any(chunk.state is ChunkState.RESERVED for chunk in self._nameless.values())
 
     def enter(self, chunk: Chunk) -> None:
-        """A new reservation."""
+        """Enter a new reservation."""
         assert chunk.offset not in self._nameless, f"offset {chunk.offset} is taken"
         self._nameless[chunk.offset] = chunk
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes += chunk.size_bytes
 
     def publish(self, chunk: Chunk, event: ChunkEvent) -> None:
-        """A reservation was committed: its key now names it."""
+        """Give a committed reservation its key."""
         assert chunk.key not in self._by_key, f"{chunk.key!r} is there already"
         chunk.step(event)
         del self._nameless[chunk.offset]
@@ -135,14 +135,14 @@ class ChunkTable:
             self._ends.add((chunk.expires_s, id(chunk), chunk))
 
     def go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
-        """The master's word on an announced chunk has come, or nobody waits for it any more."""
+        """Make an announced chunk LIVE: the master has decided, or nobody waits for it any more."""
         was_live = chunk.state is ChunkState.LIVE
         chunk.step(event)
         if not was_live:
             self._published.add(chunk)
 
     def place(self, chunk: Chunk, offset: int) -> None:
-        """The bytes of a chunk that nobody leases lie at ``offset`` now; clients find it there with the next flush."""
+        """Move an unleased chunk's bytes to ``offset``; clients find it there with the next flush."""
         assert self._by_key.get(chunk.key) is chunk, f"{chunk!r} cannot move"
         assert chunk.num_leases == 0, f"{chunk!r} is leased"
         self._published.remove(chunk)
@@ -150,7 +150,7 @@ class ChunkTable:
         self._published.add(chunk)
 
     def condemn(self, chunk: Chunk) -> None:
-        """Let nobody find the chunk any more."""
+        """Hide the chunk from look-ups."""
         if chunk.state is ChunkState.LIVE:
             self._published.remove(chunk)
         if self._by_key.get(chunk.key) is chunk:
@@ -161,7 +161,7 @@ class ChunkTable:
         chunk.step(ChunkEvent.DROP)
 
     def forget(self, chunk: Chunk) -> None:
-        """The last lease on a condemned chunk ended."""
+        """Forget a condemned chunk whose last lease ended."""
         assert chunk.num_leases == 0, f"{chunk.key!r} is leased"
         chunk.step(ChunkEvent.LAST_LEASE_ENDED)
         del self._nameless[chunk.offset]
@@ -169,18 +169,18 @@ class ChunkTable:
             self.hard_pinned_bytes -= chunk.size_bytes
 
     def expired(self, now_s: float, max_num: int) -> list[Chunk]:
-        """At most ``max_num`` of the chunks whose time has come, each once."""
+        """Return at most ``max_num`` of the expired chunks, each once."""
         due: list[Chunk] = []
         while self._ends and self._ends[0][0] <= now_s and len(due) < max_num:
             due.append(self._ends.pop(0)[2])
         return due
 
     def flush(self) -> None:
-        """Let clients find what became LIVE."""
+        """Publish new LIVE chunks to clients."""
         self._published.flush()
 
     def check(self) -> None:
-        """Assert that the indexes agree with the chunks' states and counts."""
+        """Assert that the indexes match the chunks' states and counts."""
         self._by_key.check()
         for key, chunk in self._by_key.items():
             assert chunk.key == key
@@ -201,14 +201,14 @@ class ChunkTable:
 
 
 class ChunkMover:
-    """Moves chunks in memory. ``memory`` None: there are no bytes, and only the table hears of it."""
+    """Moves chunks in memory. ``memory`` None: there are no bytes, and only the table is updated."""
 
     def __init__(self, table: ChunkTable, memory: memoryview | None) -> None:
         self._memory = memory
         self.place = table.place
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy bytes of a chunk to a range that nobody touches."""
+        """Copy bytes of a chunk to an unused range."""
         if self._memory is not None:
             self._memory[target : target + num_bytes] = self._memory[source : source + num_bytes]
 

@@ -1,4 +1,4 @@
-"""The puts that wait for masters' answers, on which chunks, and until when: pure bookkeeping for the reporter.
+"""Puts waiting for masters' answers, with their chunks and deadlines: pure bookkeeping for the reporter.
 
 A put of several chunks is one confirmation; it is done when each of its chunks has an outcome, and its ``done`` is
 called in that step. Several confirmations may wait for one chunk (a second put of the key).
@@ -13,14 +13,14 @@ from typing import TypeAlias
 from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.holdings import Holding
 
-#: Whether the put was the first of its key, or why that is not known.
+#: Whether the put was the first of its key, or the reason why that is unknown.
 ReportOutcome: TypeAlias = bool | TanghuluError
 Done: TypeAlias = Callable[[list[ReportOutcome]], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Confirmation:
-    """One waiting put. ``outcomes[i]`` is of ``chunks[i]``; True as long as nothing else is known."""
+    """One waiting put. ``outcomes[i]`` is of ``chunks[i]``; True until another outcome arrives."""
 
     chunks: Sequence[Holding]
     outcomes: list[ReportOutcome]
@@ -39,7 +39,7 @@ class Confirmations:
     def expect(self, chunks: Sequence[Holding], pending: Iterable[Holding], until_s: float, done: Done) -> None:
         """Call ``done`` with an outcome for each of ``chunks`` once all of ``pending`` are settled, or at ``until_s``.
 
-        ``pending`` are those of ``chunks`` that the master has yet to confirm; the others stand already.
+        ``pending`` are those of ``chunks`` that the master has yet to confirm; the others are accepted already.
         """
         waiting = _Confirmation(chunks, [True] * len(chunks), 0, until_s, done)
         for chunk in pending:
@@ -51,7 +51,7 @@ class Confirmations:
             done(waiting.outcomes)
 
     def settle(self, chunk: Holding, stands: bool) -> None:
-        """The master has answered."""
+        """Record the master's answer."""
         for waiting in self._by_chunk.pop(chunk, ()):
             if not stands:
                 waiting.outcomes[waiting.chunks.index(chunk)] = False
@@ -67,11 +67,11 @@ class Confirmations:
 
     @property
     def next_s(self) -> float | None:
-        """When the first deadline comes."""
+        """Time of the first deadline."""
         return min((waiting.until_s for waiting in self._open), default=None)
 
     def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:
-        """End puts whose deadline has come with ``error``; returns the chunks that nobody waits for any more."""
+        """End puts past their deadline with ``error``; return the chunks that nobody waits for any more."""
         abandoned: list[Holding] = []
         for waiting in [each for each in self._open if each.until_s <= now_s]:
             del self._open[waiting]

@@ -16,14 +16,14 @@ MAX_REPORTED = 16
 
 
 class EvictionReason(Enum):
-    """Why a chunk had to leave memory; the value is its name in the metrics."""
+    """The reason for a chunk's eviction; the value is its name in the metrics."""
 
-    ROOM = "room"  # a put needed its place
-    WRITE_BUFFER = "write_buffer"  # a write buffer did
-    WATERMARK = "watermark"  # evicted ahead of need
+    ROOM = "room"  # a put needed its space
+    WRITE_BUFFER = "write_buffer"  # a write buffer needed its space
+    WATERMARK = "watermark"  # evicted ahead of demand
     QUOTA = "quota"  # its tenant holds too much
-    OPERATOR = "operator"  # somebody said so
-    STOPPING = "stopping"  # sent down to the SSD, for the node's next start
+    OPERATOR = "operator"  # requested explicitly
+    STOPPING = "stopping"  # demoted to the SSD, for the node's next start
 
     __hash__ = object.__hash__  # see Pin
 
@@ -64,11 +64,11 @@ class NodeCounters:
 
 
 class HotKeys:
-    """Which chunks were read most since the last ``take``: bounded, and nearly free for the reads.
+    """The most-read chunks since the last ``take``: bounded, and nearly free for the reads.
 
-    Only every ``SAMPLE``-th read of a chunk comes here (a chunk counts its own reads), so a chunk that is read less
-    often than that in its life costs nothing. Beyond ``MAX_KEYS`` the least counted key makes place and the new one
-    inherits its count (space-saving, Metwally et al. 2005).
+    Only every ``SAMPLE``-th read of a chunk is counted here (a chunk counts its own reads), so a chunk with fewer reads
+    in its life costs nothing. Beyond ``MAX_KEYS`` the least counted key is replaced and the new one inherits its count
+    (space-saving, Metwally et al. 2005).
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class HotKeys:
             self.saw(chunk.key)
 
     def saw(self, key: ChunkKey) -> None:
-        """``key`` was read ``SAMPLE`` more times."""
+        """Count ``SAMPLE`` more reads of ``key``."""
         counts = self._counts
         inherited = 0
         if key not in counts and len(counts) >= MAX_KEYS:
@@ -89,7 +89,7 @@ class HotKeys:
         counts[key] = counts.get(key, 0) + inherited + SAMPLE
 
     def take(self) -> list[tuple[ChunkKey, int]]:
-        """(key, reads) of the most-read keys; counting begins anew."""
+        """Return (key, reads) of the most-read keys; counting restarts."""
         counts, self._counts = self._counts, {}
         return sorted(counts.items(), key=lambda entry: entry[1], reverse=True)[:MAX_REPORTED]
 

@@ -1,4 +1,4 @@
-"""A chunk of a node, in memory or in the tier below, and that tier as the decisions see it."""
+"""A chunk of a node, in memory or in the tier below, and that tier as used by the decisions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class LowerTier(Protocol):
 
     @property
     def free_queue_bytes(self) -> int:
-        """Bytes that may be demoted at once without being dropped for want of time."""
+        """Bytes that may be demoted at once without being dropped for lack of time."""
         ...
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
-        """The entry of ``key``."""
+        """Return the entry of ``key``."""
         ...
 
     def entries(self) -> list[SsdChunk]:
-        """All entries."""
+        """Return all entries."""
         ...
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
@@ -45,7 +45,7 @@ class LowerTier(Protocol):
         ...
 
     def touch(self, entry: SsdChunk) -> None:
-        """Somebody put the key again."""
+        """Record another put of the key."""
         ...
 
     def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
@@ -53,11 +53,11 @@ class LowerTier(Protocol):
         ...
 
     def drop(self, entry: SsdChunk) -> None:
-        """Let ``entry`` go."""
+        """Drop ``entry``."""
         ...
 
     def expire(self, now_s: float) -> None:
-        """Let go what has come to its end."""
+        """Drop expired entries."""
         ...
 
 
@@ -66,30 +66,30 @@ class NoTier:
 
     capacity_bytes = 0
     used_bytes = 0
-    free_queue_bytes = 1 << 62  # nothing goes down, so nothing is dropped for want of time
+    free_queue_bytes = 1 << 62  # nothing is demoted, so nothing is dropped for lack of time
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
-        """Nothing is here."""
+        """Return None, as there are no entries."""
         return None
 
     def entries(self) -> list[SsdChunk]:
-        """Nothing."""
+        """Return no entries."""
         return []
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
-        """Everything is dropped."""
+        """Drop everything."""
         return None
 
     def touch(self, entry: SsdChunk) -> None:
-        """There is none."""
+        """Do nothing, as there are no entries."""
         raise AssertionError("no entry without a tier")
 
     def drop(self, entry: SsdChunk) -> None:
-        """There is none."""
+        """Do nothing, as there are no entries."""
         raise AssertionError("no entry without a tier")
 
     def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
-        """Nothing is ordered."""
+        """Do nothing, as nothing is evicted."""
 
     def expire(self, now_s: float) -> None:
-        """Nothing ends."""
+        """Do nothing, as there are no entries."""

@@ -1,8 +1,8 @@
 """The chunks of a node, in memory and in the tier below: finding, entering, evicting and dropping chunks.
 
-Owns the chunk table, the space, the lower tier, the tenants' shares and what is counted; keeps them in step with each
-other and with the reports to the masters. Knows no puts, no sessions and no queue: whoever fills a range, or
-leases one, tells it here.
+Owns the chunk table, the space, the lower tier, the tenants' shares and the counters; keeps them in step with each
+other and with the reports to the masters. Has no puts, sessions or queue: callers that fill a range, or lease one,
+record it here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.types import ChunkKey
 
-#: Chunks that one tick evicts ahead of need, for the sake of a quota, or because their time is over: some 10 ms.
+#: Chunks evicted in one tick ahead of demand, for a quota, or because they expired: some 10 ms.
 MAX_AHEAD = 512
-#: A tenant's first chunks to go that are looked through for the room of a put above its quota, at each step.
+#: A tenant's next victims checked for the room of a put above its quota, at each step.
 QUOTA_LOOK = 4 * STEP_RESIDENTS
 
 
 class NodeChunks:
-    """See the module. ``on_freed`` is told how many bytes came free, or became evictable, each time that happens."""
+    """See the module. ``on_freed`` is called with the number of bytes that became free, or evictable, each time."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class NodeChunks:
         self._hard_pins = HardPins(space.allocator.capacity_bytes, tenants)
         self._clock = clock
         self._on_freed = on_freed
-        self._exceeds_quota = False  # the last range that was asked for has to wait for more evictions by its quota
+        self._exceeds_quota = False  # the last requested range has to wait for more evictions by its quota
 
     @property
     def capacity_bytes(self) -> int:
@@ -67,18 +67,18 @@ class NodeChunks:
         return self.space.allocator.used_bytes
 
     def __len__(self) -> int:
-        """Chunks in memory that have their keys."""
+        """Number of chunks in memory that have their keys."""
         return len(self.table)
 
-    # --- what is there
+    # --- look-ups
 
     def find(self, key: ChunkKey) -> Chunk | None:
-        """The LIVE chunk of ``key``; neither touches nor pins it."""
+        """Return the LIVE chunk of ``key``; neither touches nor pins it."""
         chunk = self.table.find(key)
         return chunk if chunk is not None and chunk.state is ChunkState.LIVE and not self._is_over(chunk) else None
 
     def find_below(self, key: ChunkKey) -> SsdChunk | None:
-        """The chunk of ``key`` in the tier below."""
+        """Return the chunk of ``key`` in the tier below."""
         return self.tier.find(key)
 
     def holds(self, key: ChunkKey) -> bool:
@@ -86,7 +86,7 @@ class NodeChunks:
         return self.find(key) is not None or self.tier.find(key) is not None
 
     def current(self, key: ChunkKey) -> Chunk | None:
-        """The ANNOUNCING or LIVE chunk of ``key``; one whose time is over is dropped here."""
+        """Return the ANNOUNCING or LIVE chunk of ``key``; an expired one is dropped here."""
         chunk = self.table.find(key)
         if chunk is not None and self._is_over(chunk):
             self._end_of_time(chunk)
@@ -94,15 +94,15 @@ class NodeChunks:
         return chunk
 
     def current_anywhere(self, key: ChunkKey) -> Holding | None:
-        """The current chunk of ``key`` in memory, or else below."""
+        """Return the current chunk of ``key`` in memory, or else below."""
         return self.current(key) or self.tier.find(key)
 
     def all_keys(self) -> list[ChunkKey]:
-        """All keys of ANNOUNCING and LIVE chunks in memory, and of chunks below; some twice."""
+        """Return all keys of ANNOUNCING and LIVE chunks in memory, and of chunks below; some twice."""
         return [*self.table.keys(), *(entry.key for entry in self.tier.entries())]
 
     def look_up(self, key: ChunkKey) -> Chunk | None:
-        """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
+        """Do as ``find``, counting a hit or a miss; a reader calls ``touch`` when it has all its keys."""
         chunk = self.find(key)
         if self.tenants is not None:
             self.tenants.looked_up(key, chunk)
@@ -114,14 +114,14 @@ class NodeChunks:
         return chunk
 
     def touch(self, chunks: list[Chunk]) -> None:
-        """One call read ``chunks``, in the order of its prompt."""
+        """Record one call's reads of ``chunks``, in the order of its prompt."""
         self.space.end_batch()
         for chunk in chunks:
             self.space.touch(chunk)
         self.space.end_batch()
 
     def put_again(self, holding: Holding) -> None:
-        """Count a put of a key that is here, and keep its chunk longer for it."""
+        """Count a put of an existing key, and keep its chunk longer for it."""
         self.counters.puts_existed += 1
         if isinstance(holding, Chunk):
             self.space.touch(holding)
@@ -129,29 +129,29 @@ class NodeChunks:
             self.tier.touch(holding)
 
     def left_s(self, holding: Holding) -> float | None:
-        """Seconds that ``holding`` has to live; None: without end."""
+        """Return the remaining seconds of ``holding``; None: without end."""
         return None if holding.expires_s is None else holding.expires_s - self._clock.now_s()
 
     def age_s(self, chunk: Chunk) -> float:
-        """Seconds since the chunk was reserved."""
+        """Return the seconds since the chunk was reserved."""
         return self._clock.now_s() - chunk.created_s
 
-    # --- room for a chunk, and the chunk there
+    # --- room for a chunk, and entering it
 
     def refuse_hard_pin(self, key: ChunkKey, size_bytes: int) -> StoreFull | None:
-        """The error of a put of ``key`` that would pin too much hard."""
+        """Return the error of a put of ``key`` that would pin too much hard."""
         return self._hard_pins.refusal(key, size_bytes, self.table.hard_pinned_bytes)
 
     @property
     def has_more_to_evict(self) -> bool:
-        """Whether the last range that was asked for may be there if it is asked for again: room is made in steps."""
+        """Whether to request the last requested range again, as room is made in steps."""
         return self._exceeds_quota or self.space.has_more_to_do
 
     def take_range(self, new: NewChunk) -> int | None:
-        """A range for ``new`` within its tenant's quota; None if there is none yet, see Space.take.
+        """Take a range for ``new`` within its tenant's quota; None if there is none yet, see Space.take.
 
-        Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now:
-        before anything is evicted, where ``QUOTA_LOOK`` of its chunks are all that it has or would make the room.
+        Raises InvalidRequest for a value above the quota, QuotaExceeded if the tenant's chunks cannot be evicted now:
+        before anything is evicted, if ``QUOTA_LOOK`` of its chunks are all that it has or would make the room.
         """
         tenants = self.tenants
         self._exceeds_quota = False
@@ -168,7 +168,7 @@ class NodeChunks:
         return self.space.take(new.size_bytes, self.evict)
 
     def carve(self, wanted_bytes: int, least_bytes: int) -> tuple[int, int] | None:
-        """A range for a write buffer: (offset, length), see Space.carve."""
+        """Take a range for a write buffer: (offset, length), see Space.carve."""
         return self.space.carve(
             wanted_bytes,
             least_bytes,
@@ -177,27 +177,27 @@ class NodeChunks:
         )
 
     def stop_making_room(self) -> None:
-        """End what was begun to make room: nobody waits for a range any more."""
+        """Stop making room: nobody waits for a range any more."""
         self.space.stop_vacating()
 
     def has_quota(self, key_scope: str) -> bool:
-        """Return whether a quota bounds what the tenant of that scope holds."""
+        """Return whether a quota bounds the tenant of that scope."""
         return self.tenants is not None and self.tenants.limit_of(tenant_of(key_scope)) > 0
 
     def enter(self, chunk: Chunk) -> None:
-        """A reservation stands on a range that was taken for it."""
+        """Enter a reservation on a range taken for it."""
         self.table.enter(chunk)
         if self.tenants is not None:
             self.tenants.entered(chunk)
 
     def publish(self, chunk: Chunk, event: ChunkEvent) -> None:
-        """The bytes of a reservation are in place: its key names it."""
+        """Give a reservation its key, as its bytes are in place."""
         self.table.publish(chunk, event)
         if chunk.state is ChunkState.LIVE:
             self._settle(chunk)
 
     def go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
-        """The master's word on an announced chunk has come, or nobody waits for it any more."""
+        """Make an announced chunk LIVE: the master has decided, or nobody waits for it any more."""
         was_live = chunk.state is ChunkState.LIVE
         self.table.go_live(chunk, event)
         if not was_live:
@@ -208,9 +208,9 @@ class NodeChunks:
         self._on_freed(chunk.size_bytes)
 
     def abort_reservation(self, chunk: Chunk) -> None:
-        """Let go a reservation whose put failed; its range is free when it has no lease.
+        """Drop a reservation whose put failed; its range is free when it has no lease.
 
-        What its client may have told the master of it is retracted, unless the same put has its chunk here.
+        A commit that its client may have sent to the master is retracted, unless the same put has its chunk here.
         """
         self.table.condemn(chunk)
         current = self.table.find(chunk.key) or self.tier.find(chunk.key)
@@ -220,7 +220,7 @@ class NodeChunks:
             self._free(chunk)
 
     def leases_changed(self, chunk: Chunk) -> None:
-        """A lease on the chunk was granted, or its last one is over: then it can be evicted, or its range is free."""
+        """Update a chunk after its first lease began or its last one ended: it can be evicted, or its range is free."""
         if chunk.is_live:
             self.space.refresh(chunk)
             if chunk.num_leases == 0:
@@ -231,7 +231,7 @@ class NodeChunks:
     # --- the end of chunks
 
     def remove(self, key: ChunkKey) -> bool:
-        """Drop the chunk on a client's order, here and below; whether there was one."""
+        """Drop the chunk on a client's order, here and below; return whether there was one."""
         holding = self.current_anywhere(key)
         if holding is None:
             return False
@@ -243,7 +243,7 @@ class NodeChunks:
     def let_go(self, key: ChunkKey, version: int, *, removed: bool = False) -> None:
         """Drop the chunk of that version here and below, because it was ``removed`` at another of its holders.
 
-        Else because another node has a copy now; then one that is pinned hard stays.
+        Otherwise the reason is that another node has a copy now; then a hard-pinned one stays.
         """
         holding = self.current_anywhere(key)
         if holding is not None and holding.version == version and (removed or holding.pin is not Pin.HARD):
@@ -251,13 +251,13 @@ class NodeChunks:
             self._reports.remove(holding, deleted=removed)
 
     def drop_corrupt(self, chunk: Chunk) -> None:
-        """Drop a chunk whose bytes are not what its checksums say; a copy below stays."""
+        """Drop a chunk whose bytes do not match its checksums; a copy below stays."""
         self.counters.corrupt += 1
         self._left_memory(chunk, self.tier.find(chunk.key))
         self._drop(chunk)
 
     def drop_both(self, key: ChunkKey) -> None:
-        """Let go what is here and below of ``key``; what the master is told is the caller's business."""
+        """Drop the chunks of ``key`` here and below; reporting that to the master is the caller's business."""
         entry, chunk = self.tier.find(key), self.table.find(key)
         if entry is not None:
             self.tier.drop(entry)
@@ -265,7 +265,7 @@ class NodeChunks:
             self._drop(chunk)
 
     def expire(self, now_s: float) -> None:
-        """End chunks whose time has come; to be called at every tick."""
+        """End expired chunks; to be called at every tick."""
         self.counters.largest_free_bytes = self.space.allocator.largest_free_bytes
         self.tier.expire(now_s)
         for chunk in self.table.expired(now_s, MAX_AHEAD):
@@ -296,37 +296,37 @@ class NodeChunks:
     # --- eviction
 
     def evict(self, chunk: Chunk, reason: EvictionReason = EvictionReason.ROOM) -> None:
-        """Let a LIVE chunk go from memory; its range is free when nobody reads it."""
+        """Evict a LIVE chunk from memory; its range is free when nobody reads it."""
         self.counters.evicted(chunk.size_bytes, reason)
         self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
         self._drop(chunk, evicted=True)
 
     def evict_ahead(self, num_bytes: int, max_num: int = MAX_AHEAD) -> None:
-        """Evict the first to go before a put needs their room: what holds ``num_bytes``, at most ``max_num``."""
+        """Evict the next victims ahead of demand: up to ``num_bytes``, at most ``max_num``."""
         for chunk in self.space.oldest(num_bytes, max_num):
             self.evict(chunk, EvictionReason.WATERMARK)
 
     def evict_oldest(self, num_bytes: int, reason: EvictionReason) -> list[Chunk]:
-        """Evict the first to go, as many as hold ``num_bytes``, and say which."""
+        """Evict the next victims, up to ``num_bytes``, and return them."""
         chosen = self.space.oldest(num_bytes)
         for chunk in chosen:
             self.evict(chunk, reason)
         return chosen
 
     def trim_tenants(self) -> None:
-        """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
+        """Evict the excess of tenants that hold more on other nodes; to be called now and then."""
         for tenant, excess_bytes in () if self.tenants is None else self.tenants.overdrawn():
             for chunk in self.space.oldest_of(tenant, excess_bytes, MAX_AHEAD)[0]:
                 self.evict(chunk, EvictionReason.QUOTA)
 
     def warmest(self) -> list[Chunk]:
-        """Everything that could be kept for the node's next start: what is pinned hard, then the last to be evicted."""
+        """Return all chunks worth keeping for the node's next start: hard-pinned ones, then the last to be evicted."""
         pinned = [chunk for chunk in self.table if chunk.is_live and chunk.pin is Pin.HARD]
         return [*pinned, *reversed(list(self.space.victims()))]
 
     @property
     def eviction_policy(self) -> str:
-        """The policy that orders the evictions from memory."""
+        """The policy of evictions from memory."""
         return self.space.policy_name
 
     def switch_policies(self, memory: Callable[[], Policy], tier: Callable[[], Policy]) -> None:
@@ -335,7 +335,7 @@ class NodeChunks:
         self.tier.switch_policy(tier)
 
     def _left_memory(self, chunk: Chunk, entry: SsdChunk | None) -> None:
-        """Tell the master that the node has no copy any more, or where it has one now."""
+        """Report to the master that the node has no copy any more, or in which tier it has one now."""
         if entry is None:
             self._reports.remove(chunk)
         else:
@@ -344,7 +344,7 @@ class NodeChunks:
     # --- the master, and the end of a call
 
     def begin_reports(self) -> None:
-        """Begin the reports that masters want, of all chunks in memory and below, each key once."""
+        """Begin the reports requested by masters, of all chunks in memory and below, each key once."""
         self._reports.begin_reports([*self.table, *self.tier.entries()], self._is_reported)
 
     def _is_reported(self, holding: Holding) -> bool:
@@ -354,20 +354,20 @@ class NodeChunks:
 
     @property
     def writing(self) -> bool:
-        """Whether a reservation may become a chunk yet."""
+        """Whether a reservation may still become a chunk."""
         return self.table.writing
 
     def end_batch(self) -> None:
-        """What was put or read until now was one call, for the order of evictions."""
+        """End one call's batch of puts and reads, for the order of evictions."""
         self.space.end_batch()
 
     def end_call(self) -> None:
-        """A client's call has been served: its chunks enter the order of evictions, and the index that clients read."""
+        """Finish a client's call: its chunks enter the order of evictions, and the index read by clients."""
         self.space.end_batch()
         self.table.flush()
 
     def check(self, others: list[tuple[int, int]]) -> None:
-        """Assert the invariants of all parts, and that chunks, what is free and ``others`` are the whole memory."""
+        """Assert the invariants of all parts, and that chunks, free ranges and ``others`` are the whole memory."""
         self.table.check()
         self.space.check()
         self.hot.check()

@@ -1,15 +1,15 @@
 """The decisions of a store node: puts, promotions, write buffers, sessions, and the masters' answers on its chunks.
 
 Pure: requests and times go in, outcomes come out; bytes, sockets and the master belong to the services and the
-reporter. Changes that masters do not know yet collect in ``reports``. Not thread-safe: one event loop owns it.
+reporter. Changes not yet known to the masters collect in ``reports``. Not thread-safe: one event loop owns it.
 
-Every put is a reservation that is filled and then committed. ``reserve`` gives the range, whoever writes it (the node,
-a client under a lease, the socket of a streamed value); a write buffer is a range that was reserved in advance, and
-what its client has written there comes in with ``drain_buffers``. ``commit`` makes a chunk of any of them,
-``NodeChunks.abort_reservation`` lets it go.
+Every put is a reservation that is filled and then committed. ``reserve`` returns the range, for any writer (the node, a
+client under a lease, the socket of a streamed value); a write buffer is a range reserved in advance, and values written
+there by its client arrive with ``drain_buffers``. ``commit`` makes a chunk of any of them,
+``NodeChunks.abort_reservation`` drops it.
 
-What is held, in memory and below, is ``NodeChunks``; who may touch it until when, ``ChunkLeases``. Here is what needs
-both, and the puts that wait, the write buffers and what the master said.
+The chunks, in memory and below, are in ``NodeChunks``; access to them is in ``ChunkLeases``. This module has what needs
+both, and waiting puts, write buffers and the master's decisions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NodeState:
     """See the module; ``make_node_state`` builds one with its parts.
 
     ``lease_ms`` of ``access`` bounds reservations and pins of peers that get copies. ``generation`` is that of the
-    node's process, ``max_value_bytes`` the largest value that is taken.
+    node's process, ``max_value_bytes`` the largest accepted value.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NodeState:
     # --- puts: reserve
 
     def reserve(self, new: NewChunk, holder: Holder | None) -> Outcome:
-        """A range for ``new`` (RESERVED under a write lease), or that the key is there, or a place in the queue.
+        """Return a range for ``new`` (RESERVED under a write lease), or that its key exists, or a place in the queue.
 
         Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if too many
         wait or the holder has too many leases.
@@ -95,11 +95,11 @@ class NodeState:
         return self.reserve_at_once(new, holder) or self.wait_for_room(new, holder)
 
     def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
-        """As ``reserve``, but None instead of a place in the queue."""
+        """Do as ``reserve``, but return None instead of a place in the queue."""
         return self._admit(new, holder, may_pass=not len(self.waiters))
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
-        """A place in the queue; raises Overloaded if too many wait."""
+        """Return a place in the queue; raises Overloaded if too many wait."""
         waiter = Waiter(new, holder)
         self.waiters.join(waiter)
         self.counters.lease_waits += 1
@@ -125,7 +125,7 @@ class NodeState:
 
     @property
     def has_more_to_do(self) -> bool:
-        """Whether ``admit_waiters`` should be called again at once: room is made in steps."""
+        """Whether to call ``admit_waiters`` again at once, as room is made in steps."""
         return self.waiters.is_due and self.chunks.has_more_to_evict
 
     def _admit(self, new: NewChunk, holder: Holder | None, *, may_pass: bool) -> Reserved | Existed | None:
@@ -142,26 +142,26 @@ class NodeState:
         return Existed(holding)
 
     def stop_waiting(self, waiter: Waiter) -> None:
-        """Take ``waiter`` out of the queue, if it is there."""
+        """Remove ``waiter`` from the queue, if it is there."""
         self.waiters.leave(waiter)
         if not len(self.waiters):
             self.chunks.stop_making_room()
 
     def give_up_waiting(self, waiter: Waiter) -> StoreFull:
-        """The put's deadline came first; the error to answer it with."""
+        """Give up a put whose deadline has passed; return the error to answer it with."""
         self.stop_waiting(waiter)
         self.counters.store_full += 1
         return no_room(waiter.new, self.chunks.capacity_bytes)
 
     def take_back(self, reserved: Reserved) -> None:
-        """Let go a reservation that nobody has heard of yet."""
+        """Drop a reservation not yet reported to its client."""
         if reserved.lease_id:
             self.leases.release(reserved.lease_id)
         else:
             self.chunks.abort_reservation(reserved.chunk)
 
     def _try_reserve(self, new: NewChunk, holder: Holder | None) -> Reserved | None:
-        """A range for ``new``, even if its key has a chunk or other puts wait; None if there is no room yet."""
+        """Return a range for ``new``, even if its key has a chunk or other puts wait; None if there is no room yet."""
         offset = self.chunks.take_range(new)
         if offset is None:
             return None
@@ -185,7 +185,7 @@ class NodeState:
     # --- puts: commit or abort
 
     def obeys(self, term: int, term_of: int) -> bool:
-        """Return whether to obey the master that answered so; clients learn the newest term by the index."""
+        """Return whether to obey the master of that answer; clients learn the newest term from the index."""
         newest = self._fence.newest
         admitted = self._fence.admits(term, term_of)
         if self._fence.newest != newest:
@@ -194,19 +194,19 @@ class NodeState:
 
     @property
     def newest_term(self) -> Term:
-        """The newest term that any master has told this node."""
+        """The newest term received from any master."""
         return self._fence.newest
 
     def take_map(self, known: RangeMap) -> None:
-        """Go by ``known`` from now on; clients learn by the index that a range may have another owner."""
+        """Use the map ``known`` from now on; clients learn from the index that a range may have another owner."""
         self._published.tell_term(Term(max(known.terms), known.cluster))
         self.reports.take_map(known)
 
     def is_commit_valid(self, chunk: Chunk, generation: int, term: Term = NO_TERM) -> bool:
-        """Whether a client's commit of this reservation at the master, for that generation of the node, still holds.
+        """Return whether a client's commit of this reservation at the master, for that node generation, still holds.
 
-        Not when it may have been made too long ago, nor at a master whose ``term`` is over, nor when an earlier try of
-        the put was retracted: the retraction may reach the master behind the commit.
+        It does not if it may have been made too long ago, nor at a master whose ``term`` has ended, nor if an earlier
+        try of the put was retracted: the retraction may reach the master behind the commit.
         """
         if generation != self._generation or self.chunks.age_s(chunk) > RELIED_S:
             return False
@@ -215,11 +215,11 @@ class NodeState:
         return not self.reports.has_retracted(chunk.key, chunk.version)
 
     def commit(self, chunk: Chunk, checksums: Checksums, by: CommittedBy) -> Reserved | Existed:
-        """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease.
+        """Commit a reservation whose bytes are in place and no longer written; asserts that it has no lease.
 
-        The value is dropped if the key has a chunk already, and if the checksums cannot be its own (InvalidRequest).
-        A client's commit supersedes a chunk of another version that the master has not confirmed; any other current
-        chunk means that the master has changed its mind.
+        The value is dropped if the key has a chunk already, and if the checksums cannot be its own (InvalidRequest). A
+        client's commit supersedes a chunk of another version that the master has not confirmed; any other current chunk
+        means that the master has changed its decision.
         """
         assert chunk.num_leases == 0, f"{chunk.key!r} is still leased"
         by_client = by is CommittedBy.CLIENT
@@ -250,7 +250,7 @@ class NodeState:
         self.counters.puts += 1
 
     def _supersede(self, chunk: Holding) -> None:
-        """Drop ``chunk``, because the master has chosen another put of its key; putters that wait for it hear so."""
+        """Drop ``chunk``, because the master has chosen another put of its key; its waiting putters are notified."""
         self.reports.forget(chunk)
         self.chunks.drop_both(chunk.key)
         self.reports.settle(chunk, stands=False)
@@ -260,15 +260,15 @@ class NodeState:
     def grant_buffer(
         self, session_id: int, value_bytes: int, key_scope: str = "", puts_kv: bool = True
     ) -> BufferPlace | None:
-        """A write buffer for values of about that size; None: no memory to spare, or somebody waits for it.
+        """Grant a write buffer for values of about that size; None: no memory to spare, or puts wait for it.
 
-        ``key_scope`` stands in front of all keys that its client writes: its tenant's; ``puts_kv``: KV is among them.
+        ``key_scope`` is the prefix of all keys written by its client: its tenant's; ``puts_kv``: KV is among them.
         """
         self.tick_buffers(self._clock.now_s())  # the session's last one may be left
         if self.draining or len(self.waiters):
             return None
         if self.chunks.has_quota(key_scope):
-            return None  # what the client writes there would count only when it is there
+            return None  # the client's writes there would count only once it is there
         wanted = self.buffers.wanted(session_id, value_bytes)
         if wanted is None:
             return None
@@ -276,7 +276,7 @@ class NodeState:
         return None if taken is None else self.buffers.open(session_id, *taken, key_scope, puts_kv)
 
     def drain_buffers(self) -> int:
-        """Make chunks of what clients have written into their buffers; returns how many."""
+        """Make chunks of clients' writes in their buffers; return their number."""
         return self._adopt(self.buffers.drain())
 
     def tick_buffers(self, now_s: float) -> int:
@@ -295,8 +295,8 @@ class NodeState:
     # --- decisions of the masters
 
     def reported(self, chunk: Holding, *, accepted: bool) -> None:
-        """Take the master's decision: it has taken note of ``chunk``, or knows an older put of its key."""
-        if chunk.held:  # else it was dropped meanwhile, and the master is being told
+        """Take the master's decision: it has accepted ``chunk``, or knows an older put of its key."""
+        if chunk.held:  # otherwise it was dropped meanwhile, and the master is being notified
             if not accepted:
                 self.counters.refused += 1
                 self.reports.forget(chunk)
@@ -308,41 +308,41 @@ class NodeState:
         self.reports.settle(chunk, accepted)
 
     def gave_up(self, chunk: Holding) -> None:
-        """Serve a chunk whose putter has given up waiting for the master's answer."""
+        """Serve a chunk whose putter no longer waits for the master's answer."""
         if isinstance(chunk, Chunk) and chunk.state is ChunkState.ANNOUNCING:
             self.chunks.go_live(chunk, ChunkEvent.GAVE_UP)
 
     # --- messages to the masters
 
     def next_message(self, outbox: MasterOutbox) -> ReportMessage:
-        """The next message of ``outbox``, with everything that clients have written before it."""
+        """Return the next message of ``outbox``, with all earlier writes of clients."""
         self.drain_buffers()
         return outbox.take()
 
     def report_all(self) -> None:
-        """Report all chunks to the masters, each key once; the next messages carry them, as the masters allow."""
+        """Report all chunks to the masters, each key once; the next messages carry them, as granted by the masters."""
         self.reports.want_reports()
         self.begin_reports()
 
     def begin_reports(self) -> None:
-        """Begin the reports that masters want, if any: of ranges that they have come to own, or of everything."""
+        """Begin the reports requested by masters, if any: of ranges that they have come to own, or of everything."""
         if self.reports.report_wanted:
             self.drain_buffers()
             self.chunks.begin_reports()
 
     @property
     def has_writers(self) -> bool:
-        """Whether a reservation or a write buffer may bring a chunk yet."""
+        """Whether a reservation or a write buffer may still bring a chunk."""
         return self.chunks.writing or self.buffers.num_open > 0
 
     def expire(self, now_s: float) -> None:
-        """End leases and chunks whose time has come; to be called at every tick."""
+        """End expired leases and chunks; to be called at every tick."""
         self.waiters.tick()
         self.leases.expire(now_s)
         self.chunks.expire(now_s)
 
     def drain(self, draining: bool) -> None:
-        """Take no new chunks from now on, or take them again."""
+        """Refuse new chunks from now on, or accept them again."""
         self.draining = draining
         self.waiters.recheck()
 
@@ -353,13 +353,13 @@ class NodeState:
         return self.leases.has_session(session_id) or self.buffers.knows(session_id)
 
     def close_session(self, session_id: int) -> None:
-        """The session's connections are gone; its leases end, mapped ones are kept until its process has exited."""
+        """Close the session; its leases end, mapped ones are kept until its process has exited."""
         self._adopt(self.buffers.session_closed(session_id))
         self.leases.close_session(session_id)
         self.waiters.recheck()
 
     def session_exited(self, session_id: int) -> None:
-        """The client's process has ended: all its leases are over."""
+        """End all leases of a client whose process has ended."""
         self._adopt(self.buffers.session_exited(session_id))
         self.leases.session_exited(session_id)
         self.waiters.recheck()
@@ -367,10 +367,10 @@ class NodeState:
     # --- promotion from the tier below
 
     def reserve_promotion(self, entry: SsdChunk) -> Chunk | None:
-        """A range for ``entry``; None if there is no room yet, see ``NodeChunks.has_more_to_evict``.
+        """Return a range for ``entry``; None if there is no room yet, see ``NodeChunks.has_more_to_evict``.
 
-        What is pinned hard beyond the limit (memory became smaller, or others were pinned meanwhile) is pinned softly
-        here; below it stays as it is.
+        Hard pins beyond the limit (memory became smaller, or others were pinned meanwhile) are soft pins here; below
+        they stay hard.
         """
         left_s, pin = self.chunks.left_s(entry), entry.pin
         if pin is Pin.HARD and self.chunks.refuse_hard_pin(entry.key, entry.size_bytes):
@@ -380,9 +380,9 @@ class NodeState:
         return None if reserved is None else reserved.chunk
 
     def promote(self, chunk: Chunk, entry: SsdChunk) -> Chunk:
-        """The bytes of ``entry`` are in place; the chunk that serves its key now. Raises ChunkNotFound if it is gone.
+        """Promote ``entry``, its bytes in place; return its key's current chunk. Raises ChunkNotFound if it is gone.
 
-        What was removed while it was read does not come back.
+        A chunk removed during the read does not come back.
         """
         existing = self.chunks.current(chunk.key)
         if existing is not None or not entry.held:
@@ -422,11 +422,12 @@ def make_node_state(
     make_tier: Callable[[Callable[[SsdChunk], None]], LowerTier] | None = None,
     on_taken: OnTaken = ignore_taken,
 ) -> NodeState:
-    """A node's decisions over ``capacity_bytes`` of memory, with its parts wired together.
+    """Return a node's decisions over ``capacity_bytes`` of memory, with its parts wired together.
 
-    ``max_value_bytes`` 0: what fits into the memory. ``buffer_memory``: the memory, and where it has AREA_BYTES for the
-    heads and records of write buffers; without it there are none. ``make_tier`` is given a function that the tier calls
-    for every chunk that it has let go. ``on_taken`` is called with each range of the memory that comes into use.
+    ``max_value_bytes`` 0: any size that fits into the memory. ``buffer_memory``: the memory, and the place of its
+    AREA_BYTES for the heads and records of write buffers; without it there are none. ``make_tier`` is given a function
+    that the tier calls for every chunk it has dropped. ``on_taken`` is called with each range of the memory that comes
+    into use.
     """
     allocator = OffsetAllocator(capacity_bytes, on_taken=on_taken)
     published = published or Published()

@@ -1,21 +1,21 @@
-"""Everything that one master has yet to be sent: pure bookkeeping between the node's decisions and a conversation.
+"""Everything still to be sent to one master: pure bookkeeping between the node's decisions and a conversation.
 
-An outbox is of the ranges of keys that its master owns (see ``reports``). One message is in flight at a time; what
-comes up meanwhile goes into the next one together, so concurrent puts share a message. The master applies a message's
-removals before its additions. So for each key the last event is enough: a key that was added and removed before the
-message left is only removed; one that was removed and added is both. A message that failed is put back *behind* later
-events, by the same rule. ``move`` does the same for ranges whose new owner is another outbox's master.
+An outbox covers the ranges of keys owned by its master (see ``reports``). One message is in flight at a time; later
+changes share the next one, so concurrent puts share a message. The master applies a message's removals before its
+additions. So for each key the last event is enough: a key that was added and removed before the message left is only
+removed; one that was removed and added is both. A failed message is put back *behind* later events, by the same rule.
+``move`` does the same for ranges whose new owner is another outbox's master.
 
-Puts that ended before they were whole are retracted, in case that their clients have committed them at the master.
+Puts that ended before they were complete are retracted, in case their clients have committed them at the master.
 Retractions are sent once: those of a lost message are left to the master's timeout, since they might meet a second try
 of the same put.
 
-Removals name the version, so that a late one does not touch a later put of the key. If a master has been away for so
-long that more than MAX_QUEUED_REMOVALS wait, they are dropped, and a report of their ranges takes their place: what it
-does not name is gone.
+Removals name the version, so that a late one does not touch a later put of the key. If a master has been away until
+more than MAX_QUEUED_REMOVALS wait, they are dropped, and a report of their ranges takes their place: chunks that it
+does not name are gone.
 
-A report (all chunks of some ranges; see ``slot_report``) is cut into pieces that ride on the messages, one each, as the
-master grants them.
+A report (all chunks of some ranges; see ``slot_report``) is cut into pieces sent with the messages, one each, as
+granted by the master.
 
 The master may not know yet whether a put is the first of its key, because not all nodes have reported. Such a put is
 parked until the master knows the slot of its key.
@@ -39,11 +39,11 @@ from tanghulu.store.protocol.types import MAX_ANNOUNCED
 from tanghulu.types import ChunkKey
 
 MAX_REMOVED = 4096
-#: Retractions in one message, and those that are remembered.
+#: Retractions in one message, and remembered ones.
 MAX_RETRACTED = 4096
-#: Removals that wait for a master, some 100 bytes each.
+#: Removals waiting for a master, some 100 bytes each.
 MAX_QUEUED_REMOVALS = 1 << 18
-#: Removals that move to another master's outbox one by one: some 5 ms. More are left to reports.
+#: Removals moved to another master's outbox one by one: some 5 ms. More are left to reports.
 MAX_MOVED_REMOVALS = 1 << 14
 
 
@@ -51,8 +51,8 @@ MAX_MOVED_REMOVALS = 1 << 14
 class ReportMessage:
     """One message to the master.
 
-    ``report_id`` is of the report that is running, if one is, ``ranges`` are those that it covers, and ``piece`` is a
-    piece of it. Of a key in one of the ``moved`` ranges the master's answer is void: another owns them now.
+    ``report_id`` is of the running report, if any, ``ranges`` are those that it covers, and ``piece`` is a piece of it.
+    For a key in one of the ``moved`` ranges the master's answer is void: another owns them now.
     """
 
     added: list[Holding] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Flushes:
         return not self._ranges.isdisjoint(ranges)
 
     def acknowledged(self, ranges: Set[int]) -> None:
-        """Take note that the owner of ``ranges`` knows of all removals there."""
+        """Record that the owner of ``ranges`` has all removals there."""
         if self._ranges:
             self._ranges -= ranges
         for done, waiting in list(self._open.items()):
@@ -106,8 +106,8 @@ class Flushes:
 class MasterOutbox:
     """See the module: ``take`` makes a message, ``done`` or ``requeue`` ends it.
 
-    ``ranges`` are those of its master. ``hot`` are the most-read keys, ``failed_copies`` copies that the master ordered
-    and that failed; both go with the next message.
+    ``ranges`` are those of its master. ``hot`` are the most-read keys, ``failed_copies`` failed copies ordered by the
+    master; both are sent with the next message.
     """
 
     def __init__(self, flushes: Flushes, ranges: frozenset[int] = ALL_RANGES) -> None:
@@ -122,14 +122,14 @@ class MasterOutbox:
         self._deleted: dict[Removal, None] = {}
         self._retracted: list[Removal] = []
         self._report: SlotReport | None = None
-        self._unreported: set[int] = set()  # ranges that a report has to begin for
-        self._dropped: set[int] = set()  # ranges of which removals were dropped, until a later report has ended
+        self._unreported: set[int] = set()  # ranges that need a report
+        self._dropped: set[int] = set()  # ranges with dropped removals, until a later report has ended
         self._granted_keys = 0
-        self._known = known_below(0)  # slots of each range that the master knows
+        self._known = known_below(0)  # slots of each range known to the master
         self._in_flight: ReportMessage | None = None
 
     def add(self, chunk: Holding, *, low_priority: bool = False) -> None:
-        """The node holds ``chunk`` now; ``low_priority``: no message leaves for it alone."""
+        """Add ``chunk``, now held by the node; ``low_priority``: no message is sent for it alone."""
         key = chunk.key
         if self._removed:
             self._removed.pop(Removal(key, chunk.version), None)
@@ -138,7 +138,7 @@ class MasterOutbox:
         (self._low_priority if low_priority else self._added)[key] = chunk
 
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
-        """The node holds it no longer: ``deleted`` on a client's order, or evicted, expired, corrupt."""
+        """Remove a chunk: ``deleted`` on a client's order, or evicted, expired, corrupt."""
         self.forget(chunk)
         (self._deleted if deleted else self._removed)[Removal(chunk.key, chunk.version)] = None
         if len(self._removed) > MAX_QUEUED_REMOVALS:
@@ -154,15 +154,15 @@ class MasterOutbox:
 
     def _leave_to_report(self, numbers: Set[int]) -> None:
         self._dropped |= numbers
-        self._unreported |= numbers  # a report that is running may have named them already
+        self._unreported |= numbers  # a running report may have named them already
 
     def retract(self, key: ChunkKey, version: int) -> None:
-        """Take back what a client may have committed at the master, of a put that failed here."""
+        """Retract a client's possible commit at the master of a put that failed here."""
         if len(self._retracted) < MAX_RETRACTED:
             self._retracted.append(Removal(key, version))
 
     def again(self, chunk: Holding) -> None:
-        """The master could not yet decide on ``chunk``: report it once more, when it knows the slot."""
+        """Report ``chunk`` once more when the master knows the slot, as it could not decide yet."""
         if chunk.held and chunk.key not in self._added and chunk.key not in self._low_priority:
             (self._low_priority if self._is_known(chunk.key) else self._parked)[chunk.key] = chunk
 
@@ -171,13 +171,13 @@ class MasterOutbox:
         return slot < self._known[number]
 
     def forget(self, chunk: Holding) -> None:
-        """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
+        """Forget ``chunk``, rejected by the master: there is nothing to add, and nothing to remove there."""
         for added in (self._added, self._low_priority, self._parked):
             if added.get(chunk.key) is chunk:
                 del added[chunk.key]
 
     def _queued(self, key: ChunkKey) -> Holding | None:
-        """The chunk of ``key`` that the next messages will add."""
+        """Return the chunk of ``key`` that the next messages will add."""
         return self._added.get(key) or self._low_priority.get(key) or self._parked.get(key)
 
     def is_pending(self, chunk: Holding) -> bool:
@@ -188,17 +188,17 @@ class MasterOutbox:
         return message is not None and chunk in message.added and message.concerns(chunk.key)
 
     def is_version_pending(self, chunk: Holding) -> bool:
-        """The same of ``chunk``, or of its copy in another tier."""
+        """Return the same for ``chunk``, or for its copy in another tier."""
         queued = self._queued(chunk.key)
         return (queued is not None and queued.version == chunk.version) or self.is_pending(chunk)
 
     def raise_priority(self, chunk: Holding) -> None:
-        """Somebody waits for the master's answer on ``chunk`` now: report it without delay."""
+        """Report ``chunk`` without delay, as a caller waits for the master's answer on it now."""
         if self._low_priority.get(chunk.key) is chunk:
             self._added[chunk.key] = self._low_priority.pop(chunk.key)
 
     def move(self, numbers: frozenset[int], heir: MasterOutbox) -> None:
-        """Leave these ranges to ``heir``, whose master has to be told everything that is held there."""
+        """Leave these ranges to ``heir``, whose master needs a report of everything held there."""
         if self._in_flight is not None:
             self._put_back(self._in_flight, numbers)
             self._in_flight.moved |= numbers
@@ -225,7 +225,7 @@ class MasterOutbox:
     # --- reports
 
     def want_report(self, numbers: Iterable[int]) -> None:
-        """Report all of these ranges to the master; a report that is running may do that already."""
+        """Report all of these ranges to the master; a running report may do that already."""
         covered = frozenset[int]() if self._report is None else self._report.ranges
         self._unreported.update(self.ranges.intersection(numbers) - covered)
 
@@ -240,7 +240,7 @@ class MasterOutbox:
         is_reported: Callable[[Holding], bool],
         deleted: Iterable[Removal] = (),
     ) -> None:
-        """Begin a report of all ranges that want one; ``is_reported`` selects the chunks that belong in it.
+        """Begin a report of all requested ranges; ``is_reported`` selects the chunks that belong in it.
 
         The last removals by clients, ``deleted``, are repeated so that a new master does not admit copies of those
         chunks.
@@ -258,7 +258,7 @@ class MasterOutbox:
 
     @property
     def report_wanted(self) -> bool:
-        """Whether a report must begin: of ranges that have another owner, or of which removals were dropped."""
+        """Whether a report must begin: of ranges with a new owner, or with dropped removals."""
         return bool(self._unreported) and self._report is None
 
     @property
@@ -272,7 +272,7 @@ class MasterOutbox:
         return None if self._report is None or self._report.chunks.is_sorted else self._report.chunks
 
     def granted(self, num_keys: int, known: bytes) -> None:
-        """The master takes ``num_keys`` keys in the next piece of the report, and knows so many slots of each range."""
+        """Record the master's grant of ``num_keys`` keys for the next piece, and its known slots of each range."""
         self._granted_keys = num_keys
         if known == self._known:
             return
@@ -286,19 +286,19 @@ class MasterOutbox:
 
     @property
     def waits_for_master(self) -> bool:
-        """Whether the master's next answer may allow progress: by a grant, or by slots that it knows."""
+        """Whether the master's next answer may allow progress: by a grant, or by known slots."""
         return self._report is not None or bool(self._parked)
 
     # --- messages
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody waits: an addition, a flush, or a report that may go on."""
+        """Whether a caller waits: for an addition, a flush, or a report that may continue."""
         return bool(self._added) or self._may_report or self._flushes.wait_for(self.ranges)
 
     @property
     def removals_acknowledged(self) -> bool:
-        """Whether the master knows of all removals, by messages or by a report in their place."""
+        """Whether the master has all removals, by messages or by a report in their place."""
         message = self._in_flight
         is_in_flight = message is not None and bool(message.removed or message.deleted)
         return not (self._removed or self._deleted or self._dropped or is_in_flight)
@@ -309,7 +309,7 @@ class MasterOutbox:
         return not (self._added or self._low_priority or self._removed or self._deleted or self._retracted)
 
     def take(self) -> ReportMessage:
-        """The next message; possibly empty (a sign of life)."""
+        """Return the next message; possibly empty (a sign of life)."""
         assert self._in_flight is None, "one message at a time"
         message = ReportMessage(
             added=_take_some(self._added, MAX_ANNOUNCED),
@@ -330,12 +330,12 @@ class MasterOutbox:
         return message
 
     def done(self) -> None:
-        """The message in flight was answered."""
+        """Record that the message in flight was answered."""
         message, self._in_flight = self._in_flight, None
         assert message is not None, "no message is in flight"
         report = self._report
         if message.piece is not None and report is not None and report.report_id == message.report_id:
-            report.done()  # else the piece was of a report that was given up meanwhile
+            report.done()  # otherwise the piece was of a report given up meanwhile
             self._end_report_if_over()
         if self.removals_acknowledged:
             self._flushes.acknowledged(self.ranges)
@@ -346,7 +346,7 @@ class MasterOutbox:
             self._report = None
 
     def requeue(self) -> None:
-        """The message in flight may not have arrived: send its contents again, unless they are outdated."""
+        """Send the contents of the message in flight again, unless outdated, as it may not have arrived."""
         message, self._in_flight = self._in_flight, None
         assert message is not None, "no message is in flight"
         self._granted_keys = 0
@@ -363,7 +363,7 @@ class MasterOutbox:
             queued.update((each, None) for each in sent if range_of(each.key) in numbers)
 
     def check(self) -> None:
-        """Assert that only chunks that are still there wait to be reported, and only those of the master's ranges."""
+        """Assert that only existing chunks wait to be reported, and only those of the master's ranges."""
         assert not self._added.keys() & self._low_priority.keys()
         assert not self._parked.keys() & (self._added.keys() | self._low_priority.keys())
         assert len(self._retracted) <= MAX_RETRACTED
@@ -405,5 +405,5 @@ _V = TypeVar("_V")
 
 
 def _taken(pending: dict[_K, _V], numbers: Set[int], key_of: Callable[[_K], str]) -> dict[_K, _V]:
-    """Take out everything of these ranges."""
+    """Remove and return everything of these ranges."""
     return {each: pending.pop(each) for each in [each for each in pending if range_of(key_of(each)) in numbers]}

@@ -14,7 +14,7 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import LeaseId
 
 MAX_WAITERS = 1024
-#: The part of what a put wants that has to come free before it is tried again.
+#: The part of a put's size that has to become free before it is tried again.
 _RETRY_SHARE = 16
 
 
@@ -37,26 +37,26 @@ class Waiter:
 class WaitQueue:
     """Puts that wait for room, first come first served, bounded and without time: the services keep the deadlines.
 
-    Only the first may be tried, so a small put does not overtake a large one for ever. Where it was tried in vain, it
-    is tried again when a sixteenth of what it wants has come free since, or at the next tick if anything has: leases
-    end by the thousand, and each try looks at the whole memory.
+    Only the first may be tried, so a small put does not overtake a large one for ever. After a failed try, it is tried
+    again when a sixteenth of its size has become free since, or at the next tick if anything has: leases end by the
+    thousand, and each try checks the whole memory.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Waiter] = deque()
-        self._freed_bytes: int | None = None  # since the first was tried in vain; None: it was not
+        self._freed_bytes: int | None = None  # since the first failed try; None: there was none
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def join(self, waiter: Waiter) -> None:
-        """Stand at the end; raises Overloaded if the queue is full."""
+        """Join the end; raises Overloaded if the queue is full."""
         if len(self._queue) >= MAX_WAITERS:
             raise Overloaded(f"{MAX_WAITERS} puts wait for room already")
         self._queue.append(waiter)
 
     def first(self) -> Waiter:
-        """The waiter whose turn it is."""
+        """Return the waiter whose turn it is."""
         return self._queue[0]
 
     @property
@@ -67,25 +67,25 @@ class WaitQueue:
         return self._freed_bytes * _RETRY_SHARE >= self._queue[0].new.size_bytes
 
     def tried_in_vain(self) -> None:
-        """Take note that the first found no room, and that nothing more can be done for it now."""
+        """Record that the first found no room, and that nothing more can be done for it now."""
         self._freed_bytes = 0
 
     def freed(self, num_bytes: int) -> None:
-        """Take note that ``num_bytes`` came free, are not used any more, or can be evicted from now on."""
+        """Record that ``num_bytes`` became free, unused, or evictable."""
         if self._freed_bytes is not None:
             self._freed_bytes += num_bytes
 
     def tick(self) -> None:
-        """Let the first be tried if anything came free."""
+        """Let the first be tried if anything became free."""
         if self._freed_bytes:
             self._freed_bytes = None
 
     def recheck(self) -> None:
-        """Let the first be tried: what happened may concern it, however small."""
+        """Let the first be tried after any event that may concern it, however small."""
         self._freed_bytes = None
 
     def leave(self, waiter: Waiter) -> None:
-        """Give up, or be served; a waiter that has left already is fine."""
+        """Remove a waiter that gave up or was served; one that has left already is ignored."""
         if self._queue and self._queue[0] is waiter:
             self._queue.popleft()
             self.recheck()
@@ -107,7 +107,7 @@ class CommittedBy(Enum):
 
     @classmethod
     def node(cls, *, visible: bool) -> CommittedBy:
-        """The node, for a putter that waits until the chunk is visible to all, or does not."""
+        """Return the node's side, for a putter that waits until the chunk is visible to all, or does not."""
         return cls.NODE if visible else cls.NODE_UNAWAITED
 
 
@@ -122,7 +122,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Existed:
-    """The key is there already: nothing to write."""
+    """The key exists already: nothing to write."""
 
     chunk: Holding
 

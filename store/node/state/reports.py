@@ -1,14 +1,14 @@
-"""Everything that the masters have yet to be sent: a MasterOutbox for each that owns ranges of keys. Pure.
+"""Everything still to be sent to the masters: a MasterOutbox for each that owns ranges of keys. Pure.
 
-As long as a node has met one master only, that one's outbox has everything. Later each range is in the outbox of its
-owner; ranges without an owner wait in an outbox of their own. When the map moves a range, its queued events, and those
-in flight, go to the outbox of the new owner, and the range is reported there from its beginning.
+While a node has met one master only, that one's outbox has everything. Later each range is in the outbox of its owner;
+ranges without an owner wait in an outbox of their own. When the map moves a range, its queued events, and those in
+flight, go to the outbox of the new owner, and the range is reported there from its beginning.
 
 Each pending put is *unconfirmed* until a master, this one or its predecessor, has accepted it; accepted puts count at
 once at a new master.
 
-Waiters wait for all masters: ``confirm`` for answers on some chunks, whoever owns their keys, and ``flush`` until all
-masters know of earlier removals.
+Waiters wait for all masters: ``confirm`` for answers on some chunks, from any owners, and ``flush`` until all masters
+have the earlier removals.
 
 Example: A owns everything, and a put of "kv/a" (range 50) is in flight to it. The map moves range 50 to B: the put
 waits in B's outbox now, and A's answer on it is void.
@@ -30,12 +30,12 @@ from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey
 
-#: Removals by clients that are repeated with a report, as the master may have succeeded the one that received them.
+#: Removals by clients repeated with a report, as the master may have succeeded the one that received them.
 MAX_REPEATED = 1 << 14
 
 
 class NodeReports:
-    """See the module. ``leader`` has everything as long as no ``map`` is known, and nothing later."""
+    """See the module. ``leader`` has everything while no ``map`` is known, and nothing later."""
 
     def __init__(self) -> None:
         self._flushes = Flushes()
@@ -44,14 +44,14 @@ class NodeReports:
         self._owners: dict[Address, MasterOutbox] = {}
         self._vacant = MasterOutbox(self._flushes, frozenset())
         self._by_range = [self.leader] * NUM_RANGES
-        self._unconfirmed: dict[ChunkKey, int] = {}  # the versions of puts that no master has accepted
+        self._unconfirmed: dict[ChunkKey, int] = {}  # the versions of puts not accepted by any master
         self._confirmations = Confirmations()
-        self._void: dict[Removal, None] = {}  # the last puts that were retracted
-        self._deleted: dict[Removal, None] = {}  # the last chunks that clients removed
+        self._void: dict[Removal, None] = {}  # the last retracted puts
+        self._deleted: dict[Removal, None] = {}  # the last chunks removed by clients
         self._report_ids = itertools.count(1)
 
     def of(self, key: ChunkKey) -> MasterOutbox:
-        """The outbox of the master that owns ``key``."""
+        """Return the outbox of the master that owns ``key``."""
         return self.leader if self.map is None else self._by_range[range_of(key)]
 
     @property
@@ -75,7 +75,7 @@ class NodeReports:
         return bool(self._vacant.ranges)
 
     def take_map(self, known: RangeMap) -> None:
-        """Go by ``known`` from now on."""
+        """Use the map ``known`` from now on."""
         before, self.map = self.map, known
         moves: dict[tuple[MasterOutbox, MasterOutbox], set[int]] = {}
         for number in ALL_RANGES if before is None else known.moved(before):
@@ -90,7 +90,7 @@ class NodeReports:
         self._owners = {owner: outbox for owner, outbox in self._owners.items() if outbox.ranges}
 
     def is_over(self, key: ChunkKey, term: Term) -> bool:
-        """Return whether the owner of ``key`` has changed since a master of ``term`` took a commit of it."""
+        """Return whether the owner of ``key`` has changed since a master of ``term`` accepted a commit of it."""
         known = self.map
         if known is None:
             return False
@@ -99,9 +99,9 @@ class NodeReports:
     # --- chunks
 
     def add(self, chunk: Holding, *, low_priority: bool = False, unconfirmed: bool = False) -> None:
-        """The node holds ``chunk`` now; ``low_priority``: the master knows it, so no message leaves for it alone.
+        """Add ``chunk``, now held here; ``low_priority``: the master knows it, so no message is sent for it alone.
 
-        ``unconfirmed``: no master has accepted this put. A chunk that only moved to another tier stays as it was.
+        ``unconfirmed``: no master has accepted this put. A chunk that only moved to another tier keeps its status.
         """
         if unconfirmed:
             self._unconfirmed[chunk.key] = chunk.version
@@ -110,14 +110,14 @@ class NodeReports:
         self.of(chunk.key).add(chunk, low_priority=low_priority)
 
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
-        """The node holds it no longer: ``deleted`` on a client's order, or evicted, expired, corrupt."""
+        """Remove a chunk: ``deleted`` on a client's order, or evicted, expired, corrupt."""
         self.confirmed(chunk)
         self.of(chunk.key).remove(chunk, deleted=deleted)
         if deleted:
             _remember(self._deleted, Removal(chunk.key, chunk.version), MAX_REPEATED)
 
     def retract(self, key: ChunkKey, version: int) -> None:
-        """Take back what a client may have committed at a master, of a put that failed here."""
+        """Retract a client's possible commit at a master of a put that failed here."""
         self.of(key).retract(key, version)
         _remember(self._void, Removal(key, version), MAX_RETRACTED)
 
@@ -126,12 +126,12 @@ class NodeReports:
         return (key, version) in self._void
 
     def forget(self, chunk: Holding) -> None:
-        """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
+        """Forget ``chunk``, rejected by the master: there is nothing to add, and nothing to remove there."""
         self.confirmed(chunk)
         self.of(chunk.key).forget(chunk)
 
     def confirmed(self, chunk: Holding) -> None:
-        """A master has accepted ``chunk``, or it is gone."""
+        """Record that a master has accepted ``chunk``, or that it is gone."""
         if self._unconfirmed.get(chunk.key) == chunk.version:
             del self._unconfirmed[chunk.key]
 
@@ -144,7 +144,7 @@ class NodeReports:
         return self.of(chunk.key).is_pending(chunk)
 
     def report_hot(self, keys: Sequence[tuple[ChunkKey, int]]) -> None:
-        """Report the most-read ``keys`` and their numbers of gets to their masters, in the place of earlier ones."""
+        """Report the most-read ``keys`` and their numbers of gets to their masters, replacing earlier ones."""
         for outbox in self._all():
             outbox.hot = []
         for key, num_gets in keys:
@@ -159,7 +159,7 @@ class NodeReports:
     # --- waiters
 
     def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> bool:
-        """Call ``done`` with the masters' answers on each of ``chunks``; returns whether any has yet to be reported.
+        """Call ``done`` with the masters' answers on each of ``chunks``; return whether any has yet to be reported.
 
         See Confirmations; chunks without a waiter until now are reported without delay.
         """
@@ -174,18 +174,18 @@ class NodeReports:
         self._confirmations.settle(chunk, stands)
 
     def settle_gone(self) -> None:
-        """End the waits for chunks that were dropped before a master was asked about them: nobody will be."""
+        """End the waits for chunks dropped before a master received them: none will."""
         for chunk in self._confirmations.awaited:
             if not chunk.held and not self.of(chunk.key).is_version_pending(chunk):
                 self.settle(chunk, stands=True)
 
     def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:
-        """End waits whose deadline has come with ``error``; returns the chunks that nobody waits for any more."""
+        """End waits past their deadline with ``error``; return the chunks that nobody waits for any more."""
         return self._confirmations.expire(now_s, error)
 
     @property
     def next_expiry_s(self) -> float | None:
-        """When the first wait ends."""
+        """Time at which the first wait ends."""
         return self._confirmations.next_s
 
     def flush(self, done: Callable[[], None]) -> None:
@@ -198,7 +198,7 @@ class NodeReports:
             done()
 
     def forget_flush(self, done: Callable[[], None]) -> None:
-        """Nobody waits for the flush that calls ``done`` any more."""
+        """Forget the flush that calls ``done``, as nobody waits for it any more."""
         self._flushes.discard(done)
 
     @property
@@ -209,12 +209,12 @@ class NodeReports:
     # --- reports of everything
 
     def want_reports(self) -> None:
-        """Report everything again; reports that are running are given up."""
+        """Report everything again; running reports are given up."""
         for outbox in self._with_master():
             outbox.want_whole_report()
 
     def begin_reports(self, chunks: list[Holding], is_reported: Callable[[Holding], bool]) -> None:
-        """Begin the reports that are wanted, of ``chunks``, which are theirs from now on.
+        """Begin the requested reports, of ``chunks``, which are theirs from now on.
 
         ``is_reported`` selects those that belong in a report; unconfirmed ones are announced like new ones.
         """

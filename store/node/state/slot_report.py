@@ -1,10 +1,11 @@
 """A report of all chunks of a node, cut into pieces slot by slot of keys: pure.
 
-A report begins with a list of the node's chunks, which is sorted into slots bit by bit, so that a node with millions
-of chunks goes on serving. Then ``take`` gives piece after piece, in the order of the slots; chunks that have gone
-meanwhile are passed over, and later ones are reported as new chunks are. A piece whose message was lost is taken again.
+A report begins with a list of the node's chunks, which is sorted into slots in small steps, so that a node with
+millions of chunks continues to serve. Then ``take`` returns piece after piece, in the order of the slots; chunks
+dropped meanwhile are skipped, and later ones are reported as new chunks are. A piece whose message was lost is taken
+again.
 
-A report is of some ranges of slots; the others are passed over. Reports to several masters share the sorted list.
+A report covers some ranges of slots; the others are skipped. Reports to several masters share the sorted list.
 
 Example: slots 0 and 1 have 3 and 2 chunks. ``take(4)`` gives piece 0 with the three and one more, which completes
 slot 0 (``next_slot`` 1); after ``done``, ``take(4)`` gives piece 1 with the last one and ``next_slot`` 1024.
@@ -29,7 +30,7 @@ class SlotPiece:
 
 
 class SortedChunks:
-    """The chunks of a node by slot, sorted bit by bit."""
+    """The chunks of a node by slot, sorted in small steps."""
 
     def __init__(self, chunks: list[Holding]) -> None:
         self._unsorted = chunks
@@ -65,8 +66,8 @@ class SlotReport:
         self._by_slot = chunks.by_slot
         self._number = 0
         self._slot = 0  # the next piece begins with this one
-        self._offset = 0  # behind so many of its chunks
-        self._in_flight: tuple[int, int] | None = None  # where the piece behind the one in flight begins
+        self._offset = 0  # behind this many of its chunks
+        self._in_flight: tuple[int, int] | None = None  # start of the piece behind the one in flight
 
     @property
     def is_over(self) -> bool:
@@ -74,11 +75,11 @@ class SlotReport:
         return self._slot == NUM_SLOTS or not self.ranges
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Pass over these ranges from now on."""
+        """Skip these ranges from now on."""
         self.ranges = self.ranges.difference(numbers)
 
     def take(self, num_keys: int) -> SlotPiece:
-        """The next piece, of ``num_keys`` chunks at most, or once more the one in flight."""
+        """Return the next piece, of ``num_keys`` chunks at most, or once more the one in flight."""
         assert self.chunks.is_sorted
         assert not self.is_over
         slot, offset = self._slot, self._offset
@@ -96,7 +97,7 @@ class SlotReport:
         return SlotPiece(self._number, slot, chunks)
 
     def done(self) -> None:
-        """Take note that the piece in flight was acknowledged."""
+        """Record that the piece in flight was acknowledged."""
         assert self._in_flight is not None
         for slot in range(self._slot, self._in_flight[0]):
             if slot // RANGE_SLOTS in self.ranges:

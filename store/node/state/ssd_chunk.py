@@ -1,11 +1,11 @@
-"""One chunk in a node's SSD tier: its states, the events that move it, and what is known of it.
+"""One chunk in a node's SSD tier: its states, the events that move it, and its data.
 
     WRITING --WRITTEN--> STORED
        |                   |
        +-------DROP--------+--> DOOMED --LAST_READER_LEFT--> GONE
 
-DROP stands for every reason to let it go (evicted from the tier, removed, expired, corrupt, not written, superseded).
-Its range may be used again in GONE, by a write that is performed behind the wipe of its head.
+DROP stands for every reason to drop it (evicted from the tier, removed, expired, corrupt, not written, superseded). Its
+range may be reused in GONE, by a write performed behind the wipe of its head.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tanghulu.types import ChunkKey
 
 
 class SsdChunkState(Enum):
-    """The states of an entry; WRITING and STORED ones are found."""
+    """The states of an entry; WRITING and STORED ones can be found."""
 
-    #: Its bytes are on their way to the file.
+    #: Its bytes are being written to the file.
     WRITING = "writing"
     #: Its bytes are in the file.
     STORED = "stored"
-    #: Nobody finds it any more, but a read of its range is under way.
+    #: It cannot be found any more, but a read of its range is in progress.
     DOOMED = "doomed"
     #: Its range is free.
     GONE = "gone"
@@ -58,7 +58,7 @@ TRANSITIONS: dict[tuple[SsdChunkState, SsdChunkEvent], SsdChunkState] = {
 class SsdChunk(msgspec.Struct, eq=False, gc=False):
     """One chunk in a node's file. ``expires_s``: on the node's monotonic clock.
 
-    There may be many million: it refers to nothing that could refer to it, so no garbage collection looks at it.
+    There may be many million: it refers to nothing that could refer to it, so no garbage collection visits it.
     """
 
     tier: ClassVar[Tier] = Tier.SSD
@@ -68,7 +68,7 @@ class SsdChunk(msgspec.Struct, eq=False, gc=False):
     expires_s: float | None
     state: SsdChunkState = SsdChunkState.WRITING
     num_readers: int = 0
-    range_bytes: int = 0  # what it takes in the file
+    range_bytes: int = 0  # its bytes in the file
 
     def __post_init__(self) -> None:
         self.range_bytes = self.record.record_bytes
@@ -85,32 +85,32 @@ class SsdChunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def size_bytes(self) -> int:
-        """Of the value."""
+        """Size of the value."""
         return self.record.size_bytes
 
     @property
     def checksums(self) -> Checksums:
-        """Of the value."""
+        """Checksums of the value."""
         return self.record.checksums
 
     @property
     def pin(self) -> Pin:
-        """How the chunk is protected from eviction."""
+        """The chunk's protection from eviction."""
         return self.record.pin
 
     @property
     def replicas(self) -> int:
-        """Nodes that shall hold it, this one among them."""
+        """Number of nodes that should hold it, this one among them."""
         return self.record.replicas
 
     @property
     def held(self) -> bool:
-        """Whether the node has it to give."""
+        """Whether the node can serve it."""
         return self.state is SsdChunkState.WRITING or self.state is SsdChunkState.STORED
 
     @property
     def is_live(self) -> bool:
-        """Whether it stands in the order of evictions, unless it is hard-pinned."""
+        """Whether it is in the order of evictions, unless it is hard-pinned."""
         return self.held
 
     @property
@@ -120,7 +120,7 @@ class SsdChunk(msgspec.Struct, eq=False, gc=False):
 
     @property
     def is_loose(self) -> bool:
-        """Whether it may be dropped for the sake of a window."""
+        """Whether it may be dropped to clear a window."""
         return self.evictable and self.pin is Pin.NONE
 
     def step(self, event: SsdChunkEvent) -> SsdChunkState:

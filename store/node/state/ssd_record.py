@@ -1,7 +1,7 @@
-"""How chunks lie in the SSD tier's file: pure encoding, no I/O.
+"""Layout of chunks in the SSD tier's file: pure encoding, no I/O.
 
-The file begins with HEADER_BYTES. Their first and their last unit of 4096 bytes hold the superblock, twice, so that one
-bad sector does not cost all that lies behind. That are records, each at a multiple of the unit:
+The file begins with HEADER_BYTES. Their first and their last unit of 4096 bytes contain the superblock, twice, so that
+one bad sector does not cost everything behind it. Records follow, each at a multiple of the unit:
 
     head: magic 8 | head bytes u32 | key bytes u16 | pin u8 | replicas u8 | version u64 | value bytes u64 | place u64 |
           ends (Unix seconds, 0: never) f64 | left when written (s) f64 | sequence u64 | part bytes u64 | parts u32 |
@@ -9,10 +9,10 @@ bad sector does not cost all that lies behind. That are records, each at a multi
     the value, directly behind the head; zeros up to the next unit
 
 The digest is blake2b over the rest of the head, keyed with the file's random id: bytes of a value that look like a
-head, by chance or by malice, are not one. ``place`` is where the record was written, so a head that a broken device
-returns from elsewhere is none either. A record is dead once its first unit is zeros. Whatever is written later has a
-higher ``sequence``: where power was lost before a wipe was on the medium, two records of one key may stand, and the one
-with the higher sequence is right.
+head, by chance or by malice, are not one. ``place`` is the position at which the record was written, so a head that a
+broken device returns from elsewhere is not one either. A record is dead once its first unit is zeros. Later writes have
+a higher ``sequence``: if power was lost before a wipe was on the medium, there may be two records of one key, and the
+one with the higher sequence is right.
 
 Example: a value of 5000 bytes under a key of 44 has a head of 144 bytes, and takes two units, 8192 bytes.
 """
@@ -32,9 +32,9 @@ UNIT = 4096
 #: Bytes before the records; far enough for the two superblocks not to share a page of flash.
 HEADER_BYTES = 16 * UNIT
 SUPERBLOCK_PLACES = (0, HEADER_BYTES - UNIT)
-#: Ids of files; the key of their digests.
+#: Length of the id of a file, which is the key of its digests.
 FILE_ID_BYTES = 16
-#: Of the layout; a file of another format is refused.
+#: Format of the layout; a file of another format is refused.
 FORMAT = 2
 _SUPER_MAGIC = b"THTIER"
 _SUPER = struct.Struct("<6s2s16s")
@@ -70,13 +70,13 @@ class SsdRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 def encode_superblock(file_id: bytes) -> bytes:
-    """One unit of the header."""
+    """Return one unit of the header."""
     body = _SUPER.pack(_SUPER_MAGIC, b"%02d" % FORMAT, file_id)
     return (body + _digest(body, b"")).ljust(UNIT, b"\0")
 
 
 def decode_superblock(data: bytes | memoryview) -> bytes | None:
-    """The file's id; None if the unit is not a sound superblock of this format."""
+    """Return the file's id; None if the unit is not a sound superblock of this format."""
     body = bytes(data[: _SUPER.size])
     if tier_format(data) != FORMAT or bytes(data[_SUPER.size : _SUPER.size + _DIGEST_BYTES]) != _digest(body, b""):
         return None
@@ -84,13 +84,13 @@ def decode_superblock(data: bytes | memoryview) -> bytes | None:
 
 
 def tier_format(data: bytes | memoryview) -> int | None:
-    """The format of a superblock, sound or not; None for bytes that are none of ours: they are never overwritten."""
+    """Return the format of a superblock, sound or not; None for foreign bytes, which are never overwritten."""
     magic, number, _ = _SUPER.unpack(bytes(data[: _SUPER.size]).ljust(_SUPER.size, b"\0"))
     return int(number) if magic == _SUPER_MAGIC and number.isdigit() else None
 
 
 def encode_head(record: SsdRecord, place: int, file_id: bytes) -> bytes:
-    """The head of ``record`` when written at ``place``."""
+    """Return the head of ``record`` when written at ``place``."""
     key, parts = record.key.encode(), record.checksums.parts
     body = (
         _HEAD.pack(
@@ -120,7 +120,7 @@ def has_magic(data: bytes | memoryview, position: int = 0) -> bool:
 
 
 def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> SsdRecord | None:
-    """The record whose head ``data`` begins with; None if there is none, or not of this file and place."""
+    """Return the record whose head ``data`` begins with; None if there is none, or not of this file and place."""
     if len(data) < _HEAD.size or not has_magic(data):
         return None
     fields = _HEAD.unpack(data[: _HEAD.size])

@@ -1,15 +1,15 @@
 """The usage of each tenant at a node, and its quota. Pure; a node without tenants has none.
 
-A tenant's bytes are those of all ranges that are taken for it: chunks, reservations, and what was dropped and is still
-being read. They never exceed its quota; a put that would exceed it evicts the tenant's own chunks first.
+A tenant's bytes are those of all ranges taken for it: chunks, reservations, and dropped chunks still being read. They
+never exceed its quota; a put that would exceed it evicts the tenant's own chunks first.
 
-A quota for all nodes together is kept by each node for its part: it may hold what the others leave, as the master last
-said, or an equal share if that is more, so that a tenant whose puts move to another node finds room there. What is too
-much then goes at the next ``NodeState.trim_tenants``, on the nodes that hold more than their part. So it is exceeded by
-no more than what is put in a second or so, and that for no longer.
+Each node enforces its part of a quota for all nodes together: it may hold the remainder left by the others, as last
+reported by the master, or an equal share if that is more, so that a tenant whose puts move to another node finds room
+there. The excess is evicted at the next ``NodeState.trim_tenants``, on the nodes that hold more than their part. So it
+is exceeded by no more than the puts of about a second, and for no longer.
 
-Example: 90 bytes on three nodes, A holds 90. B is told that 90 are elsewhere and may hold 30 nevertheless; it takes 20.
-A hears of these 20, may hold 70, and evicts 20.
+Example: 90 bytes on three nodes, A holds 90. B receives that 90 are elsewhere and may hold 30 nevertheless; it takes
+20. A receives these 20, may hold 70, and evicts 20.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tanghulu.types import ChunkKey, format_size
 
 
 class TenantUsage:
-    """``tenants`` gives all that are known, as the tokens file has them now."""
+    """``tenants`` returns all known ones, as currently listed in the tokens file."""
 
     def __init__(self, tenants: Callable[[], Mapping[str, Tenant]], capacity_bytes: int) -> None:
         self._tenants = tenants
@@ -48,12 +48,12 @@ class TenantUsage:
         return usage
 
     def quota_of(self, tenant: str) -> int:
-        """The most that the tenant may hold here; 0: no bound."""
+        """Return the most that the tenant may hold here; 0: no bound."""
         known = self._tenants().get(tenant)
         return 0 if known is None else known.quota_bytes
 
     def limit_of(self, tenant: str) -> int:
-        """Bytes that both quotas let the tenant hold here now; 0: no bound."""
+        """Return the bytes that both quotas let the tenant hold here now; 0: no bound."""
         known = self._tenants().get(tenant)
         if known is None or not known.cluster_quota_bytes:
             return self.quota_of(tenant)
@@ -62,7 +62,7 @@ class TenantUsage:
         return min(known.quota_bytes or part, part)
 
     def bounded(self) -> list[tuple[str, int]]:
-        """The tenants with a quota for all nodes together, and what they hold here."""
+        """Return the tenants with a quota for all nodes together, and the bytes that they hold here."""
         return [
             (name, self._usage[name].used_bytes if name in self._usage else 0)
             for name, tenant in self._tenants().items()
@@ -70,33 +70,33 @@ class TenantUsage:
         ]
 
     def update_elsewhere(self, elsewhere: Mapping[str, int], num_nodes: int) -> None:
-        """Bytes of tenants on the other nodes, and the number of nodes."""
+        """Take the bytes of tenants on the other nodes, and the number of nodes."""
         self._elsewhere, self._num_nodes = elsewhere, max(num_nodes, 1)
 
     def overdrawn(self) -> list[tuple[str, int]]:
-        """Tenants that hold more here than they may, and how much more."""
+        """Return the tenants over their limit here, with their excess."""
         excess = [(name, held - self.limit_of(name)) for name, held in self.bounded()]
         return [(name, num_bytes) for name, num_bytes in excess if num_bytes > 0]
 
     def weight_of(self, tenant: str) -> float:
-        """The tenant's share: its quota, or else an equal part of the memory."""
+        """Return the tenant's share: its quota, or else an equal part of the memory."""
         return self.quota_of(tenant) or self._capacity_bytes / max(len(self._tenants()), 1)
 
     def share_of(self, tenant: str, total_bytes: int) -> int:
-        """The tenant's part of ``total_bytes``, which known tenants divide by their weights; 0 if unknown."""
+        """Return the tenant's part of ``total_bytes``, which known tenants divide by their weights; 0 if unknown."""
         known = self._tenants()
         if tenant not in known:
             return 0
         return int(total_bytes * self.weight_of(tenant) / sum(map(self.weight_of, known)))
 
     def hard_pinned_bytes(self, tenant: str) -> int:
-        """Bytes that the tenant has pinned hard here."""
+        """Return the bytes that the tenant has pinned hard here."""
         return self._hard_pinned.get(tenant, 0)
 
     # --- what happens
 
     def entered(self, chunk: Chunk) -> None:
-        """A range was taken for ``chunk``."""
+        """Record that a range was taken for ``chunk``."""
         usage = self._of(tenant_of(chunk.key))
         usage.used_bytes += chunk.size_bytes
         usage.num_chunks += 1
@@ -104,7 +104,7 @@ class TenantUsage:
             self._hard_pinned[usage.tenant] = self.hard_pinned_bytes(usage.tenant) + chunk.size_bytes
 
     def left(self, chunk: Chunk) -> None:
-        """The range is free."""
+        """Record that the range is free."""
         usage = self._usage[tenant_of(chunk.key)]
         usage.used_bytes -= chunk.size_bytes
         usage.num_chunks -= 1
@@ -112,7 +112,7 @@ class TenantUsage:
             self._hard_pinned[usage.tenant] -= chunk.size_bytes
 
     def looked_up(self, key: ChunkKey, found: Chunk | None) -> None:
-        """A reader looked for ``key``, and found a chunk or nothing."""
+        """Record that a reader looked for ``key``, and whether it found a chunk."""
         tenant = tenant_of(key)
         if tenant and tenant not in self._tenants() and tenant not in self._usage:
             return  # an operator tries names
@@ -124,7 +124,7 @@ class TenantUsage:
             usage.hit_bytes += found.size_bytes
 
     def evicted(self, tenant: str, size_bytes: int) -> None:
-        """One of the tenant's chunks was evicted."""
+        """Record that one of the tenant's chunks was evicted."""
         usage = self._of(tenant)
         usage.evictions += 1
         usage.evicted_bytes += size_bytes
@@ -132,14 +132,14 @@ class TenantUsage:
     # --- what follows
 
     def no_room(self, tenant: str) -> QuotaExceeded:
-        """The error of a put of ``tenant`` for which none of the tenant's own chunks can be evicted."""
+        """Return the error of a put of ``tenant`` for which none of the tenant's own chunks can be evicted."""
         return QuotaExceeded(
             f"tenant {tenant!r} may hold {format_size(self.limit_of(tenant))} on this node now, and what it holds "
             "is leased, being written or hard-pinned; try again"
         )
 
     def excess_bytes(self, new: NewChunk) -> int:
-        """Bytes that the tenant has to give up for ``new``; raises InvalidRequest if it could never hold it."""
+        """Return the bytes that the tenant has to give up for ``new``; raises InvalidRequest if it can never fit."""
         tenant = tenant_of(new.key)
         known, limit = self._tenants().get(tenant), self.limit_of(tenant)
         if known is None or not limit:
@@ -153,13 +153,13 @@ class TenantUsage:
         return max(self._of(tenant).used_bytes + new.size_bytes - limit, 0)
 
     def usage(self) -> list[TenantFigures]:
-        """Every known tenant, and everybody else who holds or did something, by name. Safe from any thread."""
+        """Return every known tenant, and all others with chunks or activity, by name. Safe from any thread."""
         known = self._tenants()
         names = {*known, *(name for name, usage in list(self._usage.items()) if not usage.idle)}
         return [_with_quotas(self._usage.get(name) or TenantFigures(name), known.get(name)) for name in sorted(names)]
 
     def check(self, ranges: Iterable[Chunk]) -> None:
-        """Assert that ``ranges``, all that are taken, add up to what was counted."""
+        """Assert that ``ranges``, all taken ones, add up to the counted bytes."""
         sums: dict[str, list[int]] = {}
         for each in ranges:
             total = sums.setdefault(tenant_of(each.key), [0, 0, 0])
@@ -183,14 +183,14 @@ def _with_quotas(usage: TenantFigures, tenant: Tenant | None) -> TenantFigures:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """How eviction policies are made by name: that of the memory, and that of the tier below it."""
+    """Factories of eviction policies by name: that of the memory, and that of the tier below it."""
 
     memory: Callable[[str], Policy] = make_policy
     tier: Callable[[str], Policy] = make_policy
 
     @classmethod
     def fair(cls, tenants: TenantUsage) -> Policies:
-        """Policies that are fair between ``tenants``, which count evictions from memory."""
+        """Return policies that are fair between ``tenants``, which count evictions from memory."""
         return cls(
             lambda name: Fair(lambda: make_policy(name), tenants.weight_of, tenants.evicted),
             lambda name: Fair(lambda: make_policy(name), tenants.weight_of),

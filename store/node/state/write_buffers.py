@@ -1,4 +1,4 @@
-"""The write buffers of a node: who gets one, what is taken out of them, when their memory is free again.
+"""The write buffers of a node: their granting, the reading of their records, and the release of their memory.
 
 The layout is that of ``store.protocol.write_buffer``.
 
@@ -6,12 +6,13 @@ The layout is that of ``store.protocol.write_buffer``.
       |                    |                      |                  ^
       +-------EXITED-------+--------EXITED--------+------EXITED------+
 
-A write buffer is a reservation in advance. Its range is taken from the allocator as a whole. A record that is taken out
-makes a chunk of a part of it, which its client has committed at the master already; what no chunk has got is freed when
-the client cannot write there any more: closed and quiet, or its process gone. Closed are write buffers that were idle,
-those that their client has left, those of lost sessions, and all of them while the node drains or a put waits for room.
+A write buffer is a reservation in advance. Its range is taken from the allocator as a whole. A record read from it
+makes a chunk of a part of it, which its client has committed at the master already; parts without a chunk are freed
+when the client cannot write there any more: closed and quiet, or its process gone. Write buffers are closed when idle,
+when their client has left them, when their session is lost, and all of them while the node drains or a put waits for
+room.
 
-Chunks go out, for ``NodeState`` to enter and commit. Pure but for the shared memory that is read here: no socket, no
+Chunks are returned for ``NodeState`` to enter and commit. Pure except for reading the shared memory: no socket, no
 sleep.
 """
 
@@ -42,24 +43,24 @@ from tanghulu.store.protocol.write_buffer import (
 
 _log = structlog.get_logger(__name__)
 
-#: Heads at once: clients that have a write buffer, or have not said that they left their last one.
+#: Concurrent heads: of clients that have a write buffer, or have not reported leaving their last one.
 NUM_HEADS = 1024
 #: Write buffers that hold memory, all clients together, and those of one client that are not GONE.
 MAX_BUFFERS = 32
 MAX_PER_SESSION = 4
-#: A write buffer has room for so many values of the size that its client names, or for the second in bytes if that is
-#: more; where memory is short, for so many at least.
+#: A write buffer has room for this many values of the size named by its client, or for the second in bytes if that is
+#: more; if memory is short, for at least this many.
 VALUES_PER_BUFFER = 64
 USUAL_BYTES = 1 << 20
 MIN_VALUES = 4
 NUM_RECORDS = 256
 RING_BYTES = NUM_RECORDS * RECORD_BYTES
-#: Bytes that a node keeps behind its chunks for heads and records.
+#: Bytes kept by a node behind its chunks for heads and records.
 AREA_BYTES = NUM_HEADS * HEAD_BYTES + MAX_BUFFERS * RING_BYTES
-#: Of the node's memory, what one write buffer and what all of them may take.
+#: Part of the node's memory for one write buffer and for all of them.
 ONE_FRACTION = 1 / 32
 ALL_FRACTION = 1 / 8
-#: A write buffer without new records for so long is closed.
+#: A write buffer without new records for this time is closed.
 IDLE_S = 2.0
 
 
@@ -68,11 +69,11 @@ class WriteBufferState(Enum):
 
     #: The client puts values there.
     OPEN = "open"
-    #: No use may begin; those that were begun have not ended, or not for certain.
+    #: No use may begin; current ones have not ended, or not for certain.
     CLOSING = "closing"
-    #: Its range is chunks and free memory; the client may still look at the head.
+    #: Its range is chunks and free memory; the client may still read the head.
     CLOSED = "closed"
-    #: Nobody will look at the head again.
+    #: The head is not read any more.
     GONE = "gone"
 
     __hash__ = object.__hash__  # see Pin
@@ -107,10 +108,10 @@ class _WriteBuffer:
     reader: BufferReader
     key_scope: str
     puts_kv: bool
-    busy_s: float  # when records came last
+    busy_s: float  # time of the last records
     state: WriteBufferState = WriteBufferState.OPEN
     closed_s: float = 0.0
-    num_ended: int = 0  # as it was seen last while CLOSING, and since when
+    num_ended: int = 0  # the last state seen while CLOSING, and since when
     ended_s: float = 0.0
     taken: list[tuple[int, int]] = field(default_factory=list)  # parts that became chunks, (offset, end) in order
 
@@ -126,7 +127,7 @@ class _WriteBuffer:
         return before_ends > offset or (where < len(self.taken) and self.taken[where][0] < end)
 
     def rest(self) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of what no chunk has got."""
+        """Yield (offset, bytes) of the parts without a chunk."""
         position, end = self.place.offset, self.place.offset + self.place.length
         for start, stop in [*self.taken, (end, end)]:
             assert start >= position, "parts of a write buffer do not overlap"
@@ -138,7 +139,8 @@ class _WriteBuffer:
 class WriteBuffers:
     """See the module. ``allocator`` is the node's.
 
-    ``area``: where ``memory`` has AREA_BYTES for heads and records; None: nobody maps it, so nobody gets a buffer.
+    ``area``: the position in ``memory`` of AREA_BYTES for heads and records; None: nobody maps it, so nobody gets a
+    buffer.
     """
 
     def __init__(self, allocator: OffsetAllocator, clock: Clock, memory: memoryview, area: int | None) -> None:
@@ -157,18 +159,18 @@ class WriteBuffers:
 
     @property
     def num_open(self) -> int:
-        """Write buffers that may bring chunks yet."""
+        """Write buffers that may still bring chunks."""
         return len(self._open)
 
     @property
     def num_heads(self) -> int:
-        """Write buffers that clients may still look at."""
+        """Write buffers that clients may still read."""
         return self._num_heads - len(self._free_heads)
 
     # --- giving
 
     def wanted(self, session_id: int, value_bytes: int) -> tuple[int, int] | None:
-        """(bytes, bytes at least) of a write buffer for values of about that size; None: the session gets none."""
+        """Return (bytes, minimum bytes) of a write buffer for values of about that size; None for no buffer."""
         num_mine = sum(1 for each in (*self._open, *self._closed) if each.session_id == session_id)
         if not (self._free_heads and self._free_rings) or num_mine >= MAX_PER_SESSION:
             return None
@@ -180,10 +182,10 @@ class WriteBuffers:
         return wanted, least
 
     def open(self, session_id: int, offset: int, length: int, key_scope: str, puts_kv: bool = True) -> BufferPlace:
-        """Lend a range that is taken from the allocator.
+        """Lend a range taken from the allocator.
 
-        ``key_scope`` stands in front of all keys that its client writes: its tenant's. Unless it ``puts_kv``, keys of
-        KV are none that it writes.
+        ``key_scope`` is the prefix of all keys written by its client: its tenant's. Unless it ``puts_kv``, it must not
+        write keys of KV.
         """
         place = BufferPlace(self._free_heads.pop(), self._free_rings.pop(), NUM_RECORDS, offset, length)
         reader = BufferReader(self._memory, place)
@@ -194,7 +196,7 @@ class WriteBuffers:
     # --- taking
 
     def drain(self) -> list[Chunk]:
-        """Chunks of what was published since the last call."""
+        """Return chunks of the values published since the last call."""
         chunks: list[Chunk] = []
         for buffer in self._open:
             if buffer.reader.fresh:
@@ -217,11 +219,11 @@ class WriteBuffers:
     # --- closing
 
     def tick(self, now_s: float, *, unwanted: bool) -> list[Chunk]:
-        """Take what is new, close what is idle or left, all if ``unwanted``, and free what is quiet."""
+        """Take new records, close idle or left buffers, or all if ``unwanted``, and free quiet ones."""
         chunks = self.drain()
         for buffer in list(self._open):
             idle = now_s - buffer.busy_s > IDLE_S
-            left = buffer.reader.left  # which its client says when all uses have ended
+            left = buffer.reader.left  # which its client reports when all uses have ended
             if buffer.state is WriteBufferState.OPEN and (unwanted or idle or left):
                 self._close(buffer)
             if buffer.state is WriteBufferState.CLOSING and (buffer.reader.complete or self._is_quiet(buffer, now_s)):
@@ -236,7 +238,7 @@ class WriteBuffers:
 
     def _is_quiet(self, buffer: _WriteBuffer, now_s: float) -> bool:
         num_ended = buffer.reader.num_ended
-        if num_ended != buffer.num_ended:  # what was published before may be seen only later
+        if num_ended != buffer.num_ended:  # earlier records may be seen only later
             buffer.num_ended, buffer.ended_s = num_ended, now_s
         return now_s - max(buffer.closed_s, buffer.ended_s) > GRACE_S and buffer.reader.quiet
 
@@ -247,7 +249,7 @@ class WriteBuffers:
         buffer.reader.close()
 
     def session_closed(self, session_id: int) -> list[Chunk]:
-        """The session's connections are gone."""
+        """Close the buffers of a session whose connections are gone."""
         chunks = self.drain()
         for buffer in self._open:
             if buffer.session_id == session_id and buffer.state is WriteBufferState.OPEN:
@@ -255,7 +257,7 @@ class WriteBuffers:
         return chunks
 
     def session_exited(self, session_id: int) -> list[Chunk]:
-        """The session's process has ended: nobody writes there any more."""
+        """Release the buffers of a session whose process has ended: nobody writes there any more."""
         chunks = self.drain()
         for buffer in [each for each in (*self._open, *self._closed) if each.session_id == session_id]:
             if buffer.state is not WriteBufferState.CLOSED:
@@ -283,7 +285,7 @@ class WriteBuffers:
         return any(buffer.session_id == session_id for buffer in (*self._open, *self._closed))
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of what is neither free nor a chunk's."""
+        """Yield (offset, bytes) of all parts that are neither free nor a chunk's."""
         for buffer in self._open:
             yield from buffer.rest()
 
@@ -308,7 +310,7 @@ def _rounded(size_bytes: int) -> int:
 
 
 def _cut(buffer: _WriteBuffer, record: Record, now_s: float) -> Chunk | None:
-    """A chunk, as it is reserved, of one value; None for a record that no client writes."""
+    """Return a reserved chunk of one value; None for a record that no client writes."""
     key, version, place, size, checksum, pin, ttl_ms = record
     offset = buffer.place.offset + place
     end = offset + _rounded(size)

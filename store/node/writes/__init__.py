@@ -1,1 +1,1 @@
-"""Puts on their way into the node, by each of the ways that their bytes take."""
+"""Puts on their way into the node, by each carrier of their bytes."""

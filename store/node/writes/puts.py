@@ -29,34 +29,34 @@ from tanghulu.types import LeaseId
 
 _log = structlog.get_logger(__name__)
 
-#: Of values, what one step of the event loop checksums or wipes, over all calls: about a millisecond.
+#: Bytes checksummed or wiped in one step of the event loop, over all calls: about a millisecond.
 STEP_BYTES = 4 << 20
-#: The outcome of one put: whether the key existed, or why it failed. An error that is kept as a value goes without its
-#: traceback: that refers to the frame, and the frame to the list in which the error stands, a circle for each.
+#: The outcome of one put: whether the key existed, or its error. An error kept as a value loses its
+#: traceback: that refers to the frame, and the frame to the list with the error, a cycle for each.
 PutOutcome: TypeAlias = bool | TanghuluError
 #: The progress of one put at this node, before the master's decision.
 Written: TypeAlias = Reserved | Existed | TanghuluError
 
 
 class WaitEnd(Enum):
-    """How a put's wait for room ended; the value is its name in the metrics."""
+    """Outcome of a put's wait for room; the value is its name in the metrics."""
 
     SERVED = "served"
-    IN_VAIN = "in_vain"  # its deadline came first
+    IN_VAIN = "in_vain"  # its deadline passed first
     REFUSED = "refused"  # or its client left
 
     __hash__ = object.__hash__  # see Pin
 
 
 class ByteSteps:
-    """Work over long ranges in the event loop: after ``STEP_BYTES``, of all calls together, others get their turn."""
+    """Work over long ranges in the event loop: after ``STEP_BYTES``, of all calls together, others are served."""
 
     def __init__(self) -> None:
         self._left_bytes = STEP_BYTES
         self._turn = asyncio.Lock()
 
     async def over(self, view: memoryview, do: Callable[[memoryview], None], goes_on: Callable[[], bool]) -> None:
-        """Call ``do`` with ``view``, piece by piece, as long as ``goes_on()``, which is asked right before each."""
+        """Call ``do`` with ``view``, piece by piece, while ``goes_on()``, which is called right before each."""
         while view:
             async with self._turn:
                 if not self._left_bytes:
@@ -81,10 +81,10 @@ class PutService:
         self.waits = Latencies(WaitEnd)
         self.incoming = IncomingValues(state, self.room_changed)
         self._steps = ByteSteps()
-        self._unwiped: set[Chunk] = set()  # reserved for clients that are not told of them yet
+        self._unwiped: set[Chunk] = set()  # reserved for clients that have not received them yet
 
     def room_changed(self) -> None:
-        """Ranges were freed or chunks became evictable: serve those who wait."""
+        """Serve waiting puts, as ranges were freed or chunks became evictable."""
         self._chunks.end_call()
         for waiter, outcome in self._state.admit_waiters():
             future = self._waiting.pop(waiter, None)
@@ -98,7 +98,7 @@ class PutService:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Room is made in steps, so that the loop serves others in between."""
+        """Continue making room, in steps, so that the loop serves others in between."""
         if self._state.has_more_to_do and self._next_step is None:
             self._next_step = asyncio.get_running_loop().call_soon(self._step)
 
@@ -107,7 +107,7 @@ class PutService:
         self.room_changed()
 
     def reserve_at_once(self, items: Sequence[NewChunk], holder: Holder | None) -> list[Written]:
-        """Ranges for the first of ``items``, as far as nothing has to be waited for."""
+        """Reserve ranges for the first of ``items``, as far as possible without waiting."""
         outcomes: list[Written] = []
         for new in items:
             try:
@@ -123,7 +123,7 @@ class PutService:
     async def reserve_rest(
         self, items: Sequence[NewChunk], outcomes: list[Written], holder: Holder | None, until_s: float
     ) -> list[Written]:
-        """Go on where ``reserve_at_once`` stopped with ``outcomes``."""
+        """Continue where ``reserve_at_once`` stopped with ``outcomes``."""
         while len(outcomes) < len(items):
             try:
                 outcomes.append(await self._wait_for_room(items[len(outcomes)], holder, until_s))
@@ -155,7 +155,7 @@ class PutService:
             self._waiting.pop(waiter, None)
 
     def write_at_once(self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool) -> list[Written]:
-        """Reserve, copy and commit the first of ``items``, as far as nothing has to be waited for."""
+        """Reserve, copy and commit the first of ``items``, as far as possible without waiting."""
         outcomes: list[Written] = []
         for new, value in items:
             try:
@@ -170,7 +170,7 @@ class PutService:
     async def write_rest(
         self, items: Sequence[tuple[NewChunk, memoryview]], outcomes: list[Written], *, visible: bool, until_s: float
     ) -> list[Written]:
-        """Go on where ``write_at_once`` stopped with ``outcomes``."""
+        """Continue where ``write_at_once`` stopped with ``outcomes``."""
         while len(outcomes) < len(items):
             new, value = items[len(outcomes)]
             try:
@@ -183,7 +183,7 @@ class PutService:
     async def put_all(
         self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool, until_s: float
     ) -> list[PutOutcome]:
-        """Put many values; they are all written before the master is waited for, so they share an announcement."""
+        """Put many values; all are written before waiting for the master, so they share an announcement."""
         written = self.write_at_once(items, visible=visible)
         written = await self.write_rest(items, written, visible=visible, until_s=until_s)
         return await self.settled(written, visible=visible, until_s=until_s)
@@ -201,21 +201,21 @@ class PutService:
         return self._state.commit(chunk, checksums, CommittedBy.node(visible=visible))
 
     def commit_incoming(self, peer: Peer, new: NewChunk, *, visible: bool) -> Written:
-        """The value of ``peer`` has arrived in place: commit it."""
+        """Commit the value of ``peer``, which has arrived in place."""
         try:
             return self._commit(self.incoming.end(peer), new, visible)
         except TanghuluError as error:
             return error.with_traceback(None)
 
     def end_writing(self, lease_id: int, session_id: int) -> Chunk:
-        """The client has written under ``lease_id``; ``commit`` what it wrote. Raises LeaseExpired."""
+        """End a client's writing under ``lease_id``; ``commit`` the result. Raises LeaseExpired."""
         chunk = self._leases.chunk(lease_id)
         if chunk in self._unwiped:
             raise LeaseExpired(f"reservation {lease_id} was not given to anybody yet")
         return self._leases.end_writing(LeaseId(lease_id), session_id)
 
     async def compute_checksums(self, chunk: Chunk) -> Checksums:
-        """Checksums of what a client wrote without sending any; the chunk stays a reservation meanwhile."""
+        """Compute the checksums of a client's value sent without any; the chunk stays a reservation meanwhile."""
         running = sums.RunningChecksums(chunk.size_bytes)
         await self._steps.over(self.bytes_of(chunk), running.add, lambda: chunk.state is ChunkState.RESERVED)
         return running.end()
@@ -229,9 +229,10 @@ class PutService:
         done: Callable[[list[PutOutcome]], None],
         num_known: int = 0,
     ) -> None:
-        """Call ``done`` when the master knows the keys, with whether somebody else's put was first. Errors are values.
+        """Call ``done`` when the master knows the keys, with whether another put was first. Errors are values.
 
-        What ``visible=False`` put is announced too, but not waited for; of the first ``num_known`` the master knows.
+        Puts with ``visible=False`` are announced too, but not waited for; the master knows the first ``num_known``
+        already.
         """
         outcomes: list[PutOutcome] = [e if isinstance(e, TanghuluError) else isinstance(e, Existed) for e in written]
         if not visible or num_known >= len(written):
@@ -264,7 +265,7 @@ class PutService:
         return await future
 
     async def removals_acknowledged(self, until_s: float) -> None:
-        """Wait until the masters know of all removals; raises MasterUnavailable."""
+        """Wait until the masters have acknowledged all removals; raises MasterUnavailable."""
         await self._reporter.flushed(until_s)
 
     def report(self) -> None:
@@ -272,7 +273,7 @@ class PutService:
         self._reporter.kick()
 
     def verify(self, chunk: Chunk) -> bool:
-        """Return whether the chunk's bytes are what was put; drops it if not."""
+        """Return whether the chunk's bytes match; drops it if not."""
         if sums.matches(self.bytes_of(chunk), chunk.checksums):
             return True
         _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)
@@ -281,9 +282,9 @@ class PutService:
         return False
 
     async def wipe(self, reserved: Sequence[Written]) -> None:
-        """Overwrite with zeros what was reserved for a client; it cannot be committed before.
+        """Overwrite a client's reservation with zeros; it cannot be committed before.
 
-        A reservation that ends meanwhile is left alone: its range may be another's.
+        A reservation that ends meanwhile is left unchanged: its range may be another's.
         """
         chunks = [each.chunk for each in reserved if isinstance(each, Reserved)]
         self._unwiped.update(chunks)
@@ -295,20 +296,20 @@ class PutService:
             self._unwiped.difference_update(chunks)
 
     def take_back(self, reserved: Sequence[Written]) -> None:
-        """Let go what was reserved for a client that will not hear of it."""
+        """Drop reservations whose client will not receive them."""
         for each in reserved:
             if isinstance(each, Reserved):
                 self._state.take_back(each)
         self.room_changed()
 
     def abort(self, chunks: Sequence[Chunk]) -> None:
-        """Let go reservations that nobody writes and that will not be committed."""
+        """Drop reservations that are neither written nor going to be committed."""
         for chunk in chunks:
             self._chunks.abort_reservation(chunk)
         self.room_changed()
 
     def bytes_of(self, chunk: Chunk) -> memoryview:
-        """The chunk's bytes in the segment; valid while it is leased, or until the next await."""
+        """Return the chunk's bytes in the segment; valid while it is leased, or until the next await."""
         return self._view[chunk.offset : chunk.offset + chunk.size_bytes]
 
 
@@ -317,7 +318,7 @@ def _wipe(piece: memoryview) -> None:
 
 
 def remaining_s(deadline_ms: int, default_s: float) -> float:
-    """A request's own deadline in seconds, bounded by ``default_s``; raises InvalidRequest if it is absurd."""
+    """Return a request's deadline in seconds, at most ``default_s``; raises InvalidRequest if it is absurd."""
     if deadline_ms > 24 * 3600 * 1000:
         raise InvalidRequest(f"a deadline of {deadline_ms} ms is longer than a day")
     return deadline_ms / 1000 if deadline_ms else default_s
