@@ -110,7 +110,7 @@ def drain(
 ) -> Order[Row]:
     """Have the chunks of ``node`` moved away; ``wait`` until the node may be stopped, at most ``timeout_s``.
 
-    ``told`` receives the node's state at each poll. DeadlineExceeded is raised when the time is up, while the drain
+    ``on_view`` receives the node's state at each poll. DeadlineExceeded is raised when the time is up, while the drain
     continues. Raises Conflict if no other node accepts chunks.
     """
     began_s = time.monotonic()
