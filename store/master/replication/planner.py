@@ -112,7 +112,7 @@ class CopyPlanner:
     # --- announcements of nodes
 
     def concerns(self, announcement: NodeAnnouncement) -> bool:
-        """Return whether ``announcement`` is of any concern to ``heard``."""
+        """Return whether ``orders_for`` has anything to do for ``announcement``."""
         return bool(
             announcement.replicated
             or announcement.hot

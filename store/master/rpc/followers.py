@@ -52,7 +52,7 @@ async def follow(
 
 
 class _Follower:
-    """State of one follower: ``told`` are the ranges sent to it, ``pending`` the ranges it waits for, a bit each."""
+    """State of one follower: the ranges sent to it and those it waits for, a bit each."""
 
     def __init__(self, server: MasterServer, request: EventsRequest, caller: Identity | None) -> None:
         self._server = server
