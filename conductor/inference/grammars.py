@@ -70,7 +70,7 @@ class JsonSchema(Body):
     name: Name = ""
     """Not shown to the model."""
     strict: bool | None = None
-    """Rejects a schema of which something would not be enforced."""
+    """Reject a schema that cannot be enforced completely."""
     schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
     """Default: any JSON."""
 

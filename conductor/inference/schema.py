@@ -98,7 +98,7 @@ class SamplingFields(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Default: the model's own, else 1."""
     top_k: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
-    """Default: the model's own, else off; -1 and 0 are off, too."""
+    """Default: the model's own, else off; -1 and 0 disable it."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Default: the model's own, else 0."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -106,29 +106,29 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     """Default: the model's own, else 1."""
     seed: int | None = None
-    """Choice i of n draws with seed + i; the same text again only with --batch-invariant."""
+    """Choice i of n uses seed + i; texts are reproducible only with --batch-invariant."""
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)] | None = None
     """Token id -> -100 to 100; up to 1,024."""
     stop: Stop | None = None
-    """One or up to 4."""
+    """Up to 4 texts."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
-    """No stop rule ends the text before."""
+    """Minimum tokens before any stop condition applies."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """The prompt is shared; alike for all prompts of a batch."""
+    """Number of choices, which share the prompt's KV."""
     include_stop_str_in_output: bool = False
-    """vLLM's name."""
+    """Keep the stop string in the text (vLLM)."""
     no_stop_trim: bool = False
-    """SGLang's name for include_stop_str_in_output."""
+    """As include_stop_str_in_output (SGLang)."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the text."""
+    """Omit special tokens from the text."""
     stop_regex: StopExpressions | None = None
-    """One or up to 4, without anchors or looking around."""
+    """Up to 4 expressions, without anchors or lookaround."""
     regex: GrammarText | None = None
-    """The whole text matches it."""
+    """The whole text matches this expression."""
     json_schema: GrammarText | None = None
-    """As a text; one grammar a request."""
+    """A JSON schema as text; one grammar per request."""
 
     def grammars(self) -> dict[str, tuple[str, str]]:
         """Return the requested grammars: the name of the field -> (json_schema or regex, its text)."""
@@ -144,9 +144,9 @@ class StreamOptions(Body):
     """``stream_options``."""
 
     include_usage: bool = False
-    """A last chunk with the usage."""
+    """End the stream with a chunk that has the usage."""
     continuous_usage_stats: bool = False
-    """The usage so far in each chunk."""
+    """Report the usage so far in each chunk."""
 
 
 TimeoutSeconds = Annotated[float, Field(gt=0, le=1e6)]
@@ -193,21 +193,21 @@ class RoutedBody(Body):
     """Fields that select the model, the queueing and the routing of a request."""
 
     model: ModelName | None = None
-    """Default: the first model that is served."""
+    """Default: the first served model."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """Only requests of the same salt share KV."""
+    """Only requests with the same salt share KV."""
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
-    """Requests of one key go to one worker, with +session-affinity."""
+    """With +session-affinity, requests with the same key go to one worker."""
     extra_key: Annotated[str, Field(max_length=256)] | None = None
-    """A further salt."""
+    """An additional salt."""
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
-    """Higher goes first among a client's own."""
+    """Higher values are served first among requests of one client."""
     routing: RoutingFields | None = None
     """policy, worker, prefill_worker, decode_worker, weights."""
     user: Annotated[str, Field(max_length=MAX_CLIENT_CHARS)] | None = None
-    """Where many wait, users take turns; without it, keys or addresses do."""
+    """Waiting requests of several users take turns; default: by key or address."""
     request_timeout: TimeoutSeconds | None = None
-    """Seconds; no longer than the conductor's own, as the next two."""
+    """Seconds for the whole request, at most the conductor's own timeout."""
     first_token_timeout: TimeoutSeconds | None = None
     """Seconds from the request's arrival."""
     token_timeout: TimeoutSeconds | None = None
@@ -260,26 +260,26 @@ class OpenAIBody(RoutedBody, SamplingFields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
-    """Default: to the end of the context."""
+    """Default: up to the end of the context."""
     response_format: ResponseFormat | None = None
     guided_json: JsonText | None = None
-    """A JSON schema, as a text or not."""
+    """A JSON schema, as an object or as text."""
     guided_regex: GrammarText | None = None
     """As regex."""
     guided_choice: ChoiceTexts | None = None
-    """The answer is one of them."""
+    """The answer is one of these texts."""
     structured_outputs: StructuredOutputs | None = None
-    """One of json, regex, choice, json_object."""
+    """Exactly one of json, regex, choice, json_object."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
-    """The last tokens of the prompt that are kept; -1 keeps as many as fit."""
+    """Keep only the last N tokens of the prompt; -1 keeps as many as fit."""
     best_of: int | None = None
-    """Only as many as n."""
+    """Must equal n."""
     request_id: CallId | None = None
-    """The id of the answer, without its prefix."""
+    """Id of the answer, without its prefix."""
     rid: CallId | None = None
-    """SGLang's name for request_id."""
+    """As request_id (SGLang)."""
     prompt_logprobs: NumLogprobs | None = None
-    """Likely tokens beside each token of the prompt; not in a stream."""
+    """Number of likely tokens listed for each prompt token; not in streams."""
 
     @model_validator(mode="after")
     def _no_prompt_in_a_stream(self) -> Self:
@@ -337,13 +337,13 @@ class CompletionBody(OpenAIBody):
     prompt: Prompts
     """A text, token ids, or a list of either."""
     echo: bool | None = False
-    """The prompt in front of the text, and its log probabilities with logprobs."""
+    """Repeat the prompt before the text, with its log probabilities if logprobs is set."""
     max_tokens: NumTokensOrNone | None = None
-    """Default: 16; 0 gives no text, with echo and logprobs the prompt's."""
+    """Default: 16; 0 generates nothing, and with echo and logprobs scores the prompt."""
     logprobs: NumLogprobs | None = None
-    """Of the generated tokens; with echo of the prompt's, too."""
+    """Log probabilities of the generated tokens, and of the prompt with echo."""
     add_special_tokens: bool = True
-    """Whether the tokenizer adds its own (bos) to a text."""
+    """Add the tokenizer's special tokens (bos) to a text."""
 
     @property
     def prompt_field(self) -> str | None:
@@ -355,17 +355,17 @@ class ChatPrompt(Body):
 
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Functions that the model may call; docs/tools.md."""
+    """Functions the model may call (docs/tools.md)."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
-    """Whether the template opens the assistant's turn."""
+    """Open the assistant's turn in the template."""
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     """A variable for the template."""
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """A variable for the template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the template; not messages, tools or self."""
+    """Variables for the template, except messages, tools and self."""
 
     @property
     def prompt_field(self) -> str | None:
@@ -376,15 +376,15 @@ class ChatBody(ChatPrompt, OpenAIBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    """Content as a text or as text parts."""
+    """Content is a text or a list of text parts."""
     max_completion_tokens: NumTokens | None = None
-    """Goes before max_tokens."""
+    """Takes precedence over max_tokens."""
     logprobs: bool | None = False
-    """Of the generated tokens."""
+    """Log probabilities of the generated tokens."""
     top_logprobs: NumLogprobs | None = None
-    """With logprobs."""
+    """Number of likely tokens listed for each token; requires logprobs."""
     add_special_tokens: bool = False
-    """Whether the tokenizer adds its own (bos) to the text."""
+    """Add the tokenizer's special tokens (bos) to the text."""
 
     @model_validator(mode="after")
     def _logprobs_for_top(self) -> Self:
@@ -398,13 +398,13 @@ class SGLangSampling(SamplingFields):
 
     nullable: ClassVar[frozenset[str]] = frozenset(("max_new_tokens",))
     stop: GenerateStop | None = None
-    """One or up to 64."""
+    """Up to 64 texts."""
     max_new_tokens: NumTokensOrNone | None = 128
-    """null: to the end of the context; 0 gives no text."""
+    """null means up to the end of the context; 0 generates nothing."""
     min_new_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
     """As min_tokens."""
     sampling_seed: int | None = None
-    """Goes before seed."""
+    """Takes precedence over seed."""
 
 
 SamplingParams = SGLangSampling | Annotated[list[SGLangSampling], Field(max_length=MAX_SEQUENCES, fail_fast=True)]
@@ -420,25 +420,25 @@ class GenerateBody(RoutedBody):
 
     max_marks: ClassVar[int] = MAX_MARKS
     text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
-    """A text or a list; either this or input_ids."""
+    """A text, or a list of them; give either this or input_ids."""
     input_ids: Annotated[TokenIds | TokenIdLists | None, BeforeValidator(_few_prompts)] = None
-    """Token ids or a list of them; either this or text."""
+    """Token ids, or a list of them; give either this or text."""
     sampling_params: SamplingParams = Field(default_factory=SGLangSampling)
-    """One for all prompts, or one for each."""
+    """One object for all prompts, or one per prompt."""
     stream: bool = False
     stream_output: bool = False
-    """A stream's texts and ids are what is new; else all so far."""
+    """Stream only new text and ids instead of everything so far."""
     rid: CallIds | None = None
-    """One, or one for each prompt; /abort_request takes it."""
+    """Request id, or one per prompt; /abort_request accepts it."""
     session_id: Annotated[str, Field(max_length=256)] | None = None
     """As prompt_cache_key."""
     return_logprob: Flags = False
-    """Of the generated tokens; one value, or one for each prompt."""
+    """Return log probabilities of the generated tokens; one value, or one per prompt."""
     logprob_start_len: Counts = -1
-    """The prompt's from this token on, whose own is null; -1 gives none."""
+    """First prompt token with log probabilities (its own is null); -1 disables them."""
     top_logprobs_num: Counts = 0
     token_ids_logprob: LogprobTokenIds | LogprobTokenIdLists | None = None
-    """Token ids, or such a list for each prompt."""
+    """Token ids whose log probabilities are returned, or a list per prompt."""
     return_text_in_logprobs: bool = False
 
     @model_validator(mode="after")

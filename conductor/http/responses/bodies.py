@@ -85,7 +85,7 @@ class FormatOfText(Body):
     name: str = ""
     """Not shown to the model."""
     strict: bool | None = None
-    """Rejects a schema of which something would not be enforced."""
+    """Reject a schema that cannot be enforced completely."""
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """Default: any JSON."""
 
@@ -109,32 +109,32 @@ class ResponsesBody(RoutedBody):
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     """A text, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
-    """A system message in front; not kept for the next turn."""
+    """A system message placed first; not kept for the next turn."""
     max_output_tokens: NumTokens | None = None
-    """Default: to the end of the context."""
+    """Default: up to the end of the context."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     """Default: the model's own, else 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Default: the model's own, else 1."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Beside the text in the output."""
+    """Number of likely tokens listed for each token."""
     include: Annotated[list[Name], Field(max_length=MAX_LABELS, fail_fast=True)] | None = None
-    """message.output_text.logprobs; there is no more."""
+    """Only message.output_text.logprobs is supported."""
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Functions; docs/tools.md."""
+    """Functions the model may call (docs/tools.md)."""
     tool_choice: str | dict[str, Any] | None = None
-    """none, auto, required, or a function by its name."""
+    """none, auto, required, or the name of a function."""
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    """The format of the text, under format."""
+    """Format of the text, in its field format."""
     reasoning: ReasoningOptions | None = None
-    """The effort."""
+    """Holds the effort."""
     store: bool = True
-    """Kept in this process, as long as there is room."""
+    """Keep the response in this process while there is room."""
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    """The turns before; 400 if they are no longer kept."""
+    """Continue this response; 400 if it is no longer kept."""
     metadata: Annotated[dict[Name, Name], Field(max_length=MAX_LABELS), at_most(MAX_LABELS)] | None = None
-    """Comes back in the response."""
+    """Returned in the response."""
     stream: bool | None = False
 
     @field_validator("input")
