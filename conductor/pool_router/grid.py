@@ -151,6 +151,8 @@ class _File(Struct, forbid_unknown_fields=True):
 def parse_pools(data: Any) -> PoolMap:
     """Build the pool map from parsed TOML or JSON. Raises ConfigError."""
     try:
+        if isinstance(data, dict) and (unknown := sorted(data.keys() - set(_File.__struct_fields__))):
+            raise ConfigError(f"unknown key {unknown[0]!r}; known are {', '.join(_File.__struct_fields__)}")
         file = msgspec.convert(data, _File)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None

@@ -106,7 +106,7 @@ class TestGrid:
             ({"characters_per_token": float("nan")}, "characters_per_token"),
             ({"decode": {"tbt_s": [10**400], "context_tokens": [1], "pools": [["long"]]}}, "out of range|too large"),
             ({"decode": {"tbt_s": [1.0], "context_tokens": [1], "pools": [[["long"]]]}}, "`str`, got `array`.*pools"),
-            ({"colour": "red"}, "unknown field `colour`"),
+            ({"colour": "red"}, "unknown key 'colour'"),
         ],
     )
     def test_what_is_wrong_is_named(self, tables, text):
