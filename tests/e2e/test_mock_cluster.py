@@ -292,7 +292,7 @@ def test_drained_one_by_one_under_load_nothing_fails(tmp_path: Path) -> None:
         eventually(lambda: sum(running(live)) == 1, what="it runs")
         for entry in [e for e in live.entries() if e["role"] in ("prefill", "decode")]:
             short = [pool.submit(ask, live, live.url, words(901 + n, 64), 20) for n in range(4)]
-            assert "ends within 5 s" in drain(entry["address"])
+            assert "ends within 10 s" in drain(entry["address"])
             wait_restarted(live, entry["name"], entry["pid"])
             assert {future.result(60)["usage"]["completion_tokens"] for future in short} == {20}
         assert long.result(120)["usage"]["completion_tokens"] == 1500
