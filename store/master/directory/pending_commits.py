@@ -10,7 +10,7 @@ knows of the put, because it had reserved a range for it, retracts the commit as
 
 Example: at 10.0 s k is committed for node A; at 10.05 A announces k: the commit is confirmed, and forgotten here. At
 11.0 m is committed for A and its client is killed: from 14.0 on m is overdue. A's messages of 14.2 and 15.2 do not name
-it: with the second, ``heard`` returns (m, A), and the directory removes it.
+it: with the second, ``take_overdue`` returns (m, A), and the directory removes it.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_a_client_that_is_killed_in_mid_put_leaves_nothing_half_done(small: Clus
         assert says(victim) == "ready"
         assert says(victim) == ""  # it has ended
         with tanghulu.connect(small.address, transport="tcp", deadline_s=5.0) as client:
-            if step != "value":  # then it is an acknowledgement that nobody has heard
+            if step != "value":  # else the acknowledgement was lost
                 assert isinstance(read(client, key), ChunkNotFound)
                 assert not client.put(key, value(key)).existed
             eventually(lambda: read(client, key) is None)

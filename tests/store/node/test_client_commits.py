@@ -1,4 +1,4 @@
-"""COMMIT of values that a client has written under a lease: whether what the master told the client counts."""
+"""COMMIT of values written by a client under a lease: whether the acceptance that it shows counts."""
 
 from __future__ import annotations
 
