@@ -19,6 +19,47 @@ _EPSILON = 1e-6
 WORST_SHARE = 0.1
 
 
+class StepHistory:
+    """Lengths of past steps, in periods of equal length, to judge the gaps between an answer's tokens."""
+
+    def __init__(self) -> None:
+        self.step = 0.0
+        self._starts: list[float] = []
+        self._lengths_s: list[float] = []
+
+    def add(self, num_steps: float, length_s: float) -> None:
+        """Record ``num_steps`` steps of ``length_s`` each."""
+        self._starts.append(self.step)
+        self._lengths_s.append(length_s)
+        self.step += num_steps
+
+    def judge(self, job: Job, now_s: float) -> None:
+        """Record the job's mean gap between tokens, and that of its longest tenth (including the hand-over)."""
+        job.tbt_s = (now_s - job.first_s) / job.num_decode_steps
+        gaps = self._periods_since(job.join_step)
+        gaps.append((job.join_s - job.first_s + (gaps[0][0] if gaps else 0.0), 1.0))
+        gaps.sort(reverse=True)
+        wanted = left = max(1.0, math.ceil(WORST_SHARE * job.num_decode_steps))
+        total_s = 0.0
+        for gap_s, count in gaps:
+            total_s += gap_s * min(count, left)
+            left -= min(count, left)
+            if left <= 0:
+                break
+        job.worst_tbt_s = total_s / (wanted - left)
+
+    def _periods_since(self, step: float) -> list[tuple[float, float]]:
+        """Return (step length, number of steps) of every period since ``step``."""
+        starts, lengths_s = self._starts, self._lengths_s
+        periods = []
+        for index in range(max(0, bisect.bisect_right(starts, step) - 1), len(starts)):
+            end = starts[index + 1] if index + 1 < len(starts) else self.step
+            count = end - max(starts[index], step)
+            if count > 0:
+                periods.append((lengths_s[index], count))
+        return periods
+
+
 class DecodeInstance:
     """One decode worker. ``reserved_tokens``: context tokens needed by requests on their way to it."""
 
@@ -31,12 +72,10 @@ class DecodeInstance:
         self.reserved_tokens = 0.0
         self.version = 0
         self._model = model
-        self._step = 0.0
+        self._history = StepHistory()
         self._now_s = 0.0
         self._leaving: list[tuple[float, int, Job]] = []
         self._waiting: deque[Job] = deque()
-        self._period_starts: list[float] = []
-        self._period_steps_s: list[float] = []
 
     @property
     def num_jobs(self) -> int:
@@ -63,14 +102,14 @@ class DecodeInstance:
     def leave(self, now_s: float) -> tuple[list[Job], float | None]:
         """Remove the sequences that have ended at the planned time; return them and the time of the next end."""
         self._advance(now_s)
-        self._step = max(self._step, self._leaving[0][0])
+        self._history.step = max(self._history.step, self._leaving[0][0])
         ended = []
-        while self._leaving and self._leaving[0][0] <= self._step + _EPSILON:
+        while self._leaving and self._leaving[0][0] <= self._history.step + _EPSILON:
             job = heapq.heappop(self._leaving)[2]
             self.batch -= 1
             self.context_tokens -= job.request.num_tokens + job.num_decode_steps
             self.reserved_tokens -= job.expected_tokens
-            self._judge(job)
+            self._history.judge(job, self._now_s)
             ended.append(job)
         self._admit()
         return ended, self._plan()
@@ -83,20 +122,18 @@ class DecodeInstance:
     def _advance(self, now_s: float) -> None:
         steps = (now_s - self._now_s) / self.step_length_s if self.batch else 0.0
         if steps > 0:
-            self._period_starts.append(self._step)
-            self._period_steps_s.append(self.step_length_s)
-            self._step += steps
+            self._history.add(steps, self.step_length_s)
             self.context_tokens += steps * self.batch
         self._now_s = now_s
 
     def _admit(self) -> None:
         while self._waiting and self._has_room(self._waiting[0]):
             job = self._waiting.popleft()
-            job.join_step, job.join_s = self._step, self._now_s
+            job.join_step, job.join_s = self._history.step, self._now_s
             self.batch += 1
             self.num_coming -= 1
             self.context_tokens += job.request.num_tokens
-            heapq.heappush(self._leaving, (self._step + job.num_decode_steps, job.number, job))
+            heapq.heappush(self._leaving, (self._history.step + job.num_decode_steps, job.number, job))
 
     def _has_room(self, job: Job) -> bool:
         if not self.batch:
@@ -109,30 +146,4 @@ class DecodeInstance:
         self.step_length_s = self._model.step_s(self.batch, self.context_tokens)
         if not self._leaving:
             return None
-        return self._now_s + max(0.0, self._leaving[0][0] - self._step) * self.step_length_s
-
-    def _judge(self, job: Job) -> None:
-        """Record the job's mean gap between tokens, and that of its longest tenth (including the hand-over)."""
-        job.tbt_s = (self._now_s - job.first_s) / job.num_decode_steps
-        gaps = self._periods_since(job.join_step)
-        gaps.append((job.join_s - job.first_s + (gaps[0][0] if gaps else 0.0), 1.0))
-        gaps.sort(reverse=True)
-        wanted = left = max(1.0, math.ceil(WORST_SHARE * job.num_decode_steps))
-        total_s = 0.0
-        for gap_s, count in gaps:
-            total_s += gap_s * min(count, left)
-            left -= min(count, left)
-            if left <= 0:
-                break
-        job.worst_tbt_s = total_s / (wanted - left)
-
-    def _periods_since(self, step: float) -> list[tuple[float, float]]:
-        """Return (step length, number of steps) of every period since ``step``."""
-        starts, lengths_s = self._period_starts, self._period_steps_s
-        periods = []
-        for index in range(max(0, bisect.bisect_right(starts, step) - 1), len(starts)):
-            end = starts[index + 1] if index + 1 < len(starts) else self._step
-            count = end - max(starts[index], step)
-            if count > 0:
-                periods.append((lengths_s[index], count))
-        return periods
+        return self._now_s + max(0.0, self._leaving[0][0] - self._history.step) * self.step_length_s

@@ -19,7 +19,7 @@ from tanghulu.conductor.replay.live import LiveConfig, replay_live
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
 from tanghulu.conductor.replay.report import ReplayReport, make_report, table
-from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
+from tanghulu.conductor.replay.simulation import ClusterConfig, make_simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
@@ -48,6 +48,8 @@ _LIVE = (
 )
 _LIVE_OUTPUT = ("plot", "json")
 _ONLY_LIVE = ("scale", "connections")
+_ONLY_PAIRS = ("prefill", "decode", "order", "ageing", "t0")
+_ONLY_WHOLE = ("chunk_tokens",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,9 @@ class ReplayConfig(HttpClientOptions):
     connections: int = option(256, "live: limit on concurrent requests", least=1, most=65536)
     prefill: int = option(8, "number of prefill workers", least=1, most=4096)
     decode: int = option(8, "number of decode workers", least=1, most=4096)
+    workers: int = option(
+        0, "number of workers that both prefill and decode, in place of --prefill and --decode", least=0, most=4096
+    )
     speedup: float = option(1.6, "speedup of the arrival of requests", above=0)
     blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
     warmup: str = option("0.5", "share of the time span, or a trace, replayed first for warm-up")
@@ -106,6 +111,7 @@ class ReplayConfig(HttpClientOptions):
     e: float = option(2.9e-8, "worker: cost of a token of context in a decode step, in seconds", least=0, most=3600)
     kv_tokens: float = option(1.4e6, "worker: limit on tokens of context for decoding", above=0, most=1e12)
     max_batch: int = option(512, "worker: limit on sequences in a decode step", least=1)
+    chunk_tokens: int = option(512, "worker of both phases: limit on tokens in a step", least=1)
     plot: str = option("", "plot the policies side by side to this file, .png or .html (extra 'plot')")
     json: bool = option(False, "print one JSON object a line instead of a table")
 
@@ -122,8 +128,12 @@ class ReplayConfig(HttpClientOptions):
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         if self.live:
             pointless, why = set(changed) - {*_LIVE, *_LIVE_OUTPUT}, "means nothing to a running conductor (--live)"
+        elif pointless := set(changed) & {*_ONLY_LIVE}:
+            why = "needs --live URL"
+        elif self.workers:
+            pointless, why = set(changed) & {*_ONLY_PAIRS}, "means nothing with --workers"
         else:
-            pointless, why = set(changed) & {*_ONLY_LIVE}, "needs --live URL"
+            pointless, why = set(changed) & {*_ONLY_WHOLE}, "needs --workers N"
         for name in sorted(pointless):
             raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
@@ -147,6 +157,7 @@ class ReplayConfig(HttpClientOptions):
             **self._same(ClusterConfig),
             num_prefill=self.prefill,
             num_decode=self.decode,
+            num_workers=self.workers,
             model=LatencyModel(**self._same(LatencyModel)),
             shortest_first=self.order == "sjf",
             ttft_slo_s=self.ttft_slo,
@@ -186,7 +197,7 @@ def _name(trace: Path) -> str:
 def _replay_one(
     config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
 ) -> Iterator[ReplayReport]:
-    simulation = Simulation(config.cluster, make_policy(policy, config.policy_options))
+    simulation = make_simulation(config.cluster, make_policy(policy, config.policy_options))
     jobs = simulation.run(requests, advance)
     busy_s = [worker.busy_s for worker in simulation.prefills]
     yield make_report(_name(path), policy, jobs, busy_s, simulation.fetched_blocks, config.slo_s)

@@ -59,7 +59,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """The constants. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s."""
+    """The constants. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s.
+
+    ``chunk_tokens``: most tokens of a step, for workers of both phases.
+    """
 
     layers: int = 80
     dim: int = 8192
@@ -74,6 +77,7 @@ class LatencyModel:
     e: float = 2.9e-8
     kv_tokens: float = 1.4e6
     max_batch: int = 512
+    chunk_tokens: int = 512
 
     @property
     def kv_token_bytes(self) -> float:

@@ -5,10 +5,12 @@ Independent of policies and of the event loop; the simulation supplies each even
 
 from __future__ import annotations
 
+import abc
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from tanghulu.conductor.replay.model import Job
+from tanghulu.conductor.replay.trace import BLOCK_TOKENS
 
 
 class BlockCache:
@@ -49,19 +51,17 @@ class BlockCache:
             resident.popitem(last=False)
 
 
-class PrefillInstance:
-    """Queue, cache and NICs of one prefill worker. ``coming`` counts blocks of requests not yet fully prefilled."""
+class CachingInstance(abc.ABC):
+    """Queue, cache and NICs of a worker that prefills. ``coming`` counts blocks of requests not yet prefilled."""
 
     def __init__(self, index: int, cache: BlockCache) -> None:
         self.index = index
         self.cache = cache
         self.queue: list[Job] = []
-        self.current: Job | None = None
         self.coming: Counter[int] = Counter()
         self.send_free_s = 0.0
         self.receive_free_s = 0.0
         self.busy_s = 0.0
-        self._queued_s = 0.0
 
     def match(self, blocks: Sequence[int], first: int = 0) -> int:
         """Return the number of leading blocks resident or coming; the first ``first`` are known to be."""
@@ -70,6 +70,45 @@ class PrefillInstance:
             if blocks[index] not in cache and blocks[index] not in coming:
                 return index
         return len(blocks)
+
+    @abc.abstractmethod
+    def waiting_s(self, now_s: float) -> float:
+        """Estimate the seconds until everything here has been prefilled."""
+
+    @abc.abstractmethod
+    def enqueue(self, job: Job) -> None:
+        """Accept a job; its blocks count as coming from now on."""
+
+    def reuse(self, job: Job) -> None:
+        """Set the job's hits as its prefill begins: resident blocks, and fetched ones, which count as held."""
+        blocks = job.request.blocks
+        held = self.cache.leading(blocks)
+        if job.fetch_blocks > held:
+            held = job.fetch_blocks + self.cache.leading(blocks[job.fetch_blocks :])
+        self.cache.touch(blocks[:held])
+        job.hit_tokens = min(held * BLOCK_TOKENS, job.request.num_tokens - 1)
+        job.queued_tokens = job.request.num_tokens - job.hit_tokens
+
+    def _computed(self, job: Job) -> None:
+        """Make the blocks of a prefilled job resident; they are no longer coming."""
+        for block in job.request.blocks:
+            self.coming[block] -= 1
+            if self.coming[block] <= 0:
+                del self.coming[block]
+        self.cache.insert(job.request.blocks)
+
+    def _check_coming(self, jobs: Sequence[Job]) -> None:
+        assert Counter(block for job in jobs for block in job.request.blocks) == self.coming
+        assert len(self.cache) <= self.cache.capacity_blocks
+
+
+class PrefillInstance(CachingInstance):
+    """A worker that only prefills, one request at a time."""
+
+    def __init__(self, index: int, cache: BlockCache) -> None:
+        super().__init__(index, cache)
+        self.current: Job | None = None
+        self._queued_s = 0.0
 
     def waiting_s(self, now_s: float) -> float:
         """Estimate the seconds until everything here has been prefilled, by observed progress and expected cost."""
@@ -101,18 +140,11 @@ class PrefillInstance:
         """End the current job, now prefilled: its blocks are resident."""
         job, self.current = self.current, None
         assert job is not None
-        for block in job.request.blocks:
-            self.coming[block] -= 1
-            if self.coming[block] <= 0:
-                del self.coming[block]
-        self.cache.insert(job.request.blocks)
+        self._computed(job)
         return job
 
     def check(self) -> None:
-        jobs = [*self.queue, *([self.current] if self.current else [])]
-        expected = Counter(block for job in jobs for block in job.request.blocks)
-        assert expected == self.coming
-        assert len(self.cache) <= self.cache.capacity_blocks
+        self._check_coming([*self.queue, *([self.current] if self.current else [])])
         assert abs(self._queued_s - sum(job.estimate_s for job in self.queue)) < 1e-3
 
     def _current_left_s(self, now_s: float) -> float:

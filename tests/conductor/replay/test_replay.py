@@ -18,8 +18,9 @@ from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.main import COMMAND, ReplayConfig, replay
 from tanghulu.conductor.replay.model import Job, LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache
-from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
+from tanghulu.conductor.replay.simulation import ClusterConfig, make_simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
+from tanghulu.conductor.routing.policies.base import Decision
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.errors import ConfigError, InvalidRequest
 
@@ -116,12 +117,59 @@ class TestDecode:
         assert worker.batch == 1
 
 
+class TestWholeWorker:
+    """A worker of both phases, against steps counted by hand."""
+
+    @staticmethod
+    def serve(*requests: TraceRequest, **model: object) -> list[Job]:
+        config = ClusterConfig(num_workers=1, model=LatencyModel(**model))
+        return make_simulation(config, make_policy("ttft-min")).run(requests, check=True)
+
+    def test_a_prompt_is_computed_in_chunks_and_decoded(self):
+        (job,) = self.serve(request(0, 1024, 3, (1, 2)))
+        model = LatencyModel()
+        prefill_s = model.profile.seconds(1024, 0) + model.c  # two steps, each with its fixed part
+        assert job.ttft_s == pytest.approx(prefill_s)
+        assert job.tbt_s == pytest.approx(model.step_s(1, 1024), rel=1e-4)
+
+    def test_a_prefill_delays_the_running_answer_and_a_decode_the_prefill(self):
+        long, late = self.serve(request(0, 512, 101, (1,)), request(1.0, 512, 1, (2,)))
+        alone, _ = self.serve(request(0, 512, 101, (1,)), request(9.0, 512, 1, (2,)))
+        model = LatencyModel()
+        assert long.tbt_s * 100 == pytest.approx(alone.tbt_s * 100 + model.profile.seconds(512, 0) - model.t0, rel=0.01)
+        # It begins at the next step; one token of the step's budget is the decoding sequence's, so it takes two.
+        assert 2 * model.step_s(1, 512) < late.ttft_s - model.profile.seconds(512, 0) + model.t0 < 3.1 * model.c
+
+    def test_a_request_without_a_seat_waits_for_one(self):
+        first, second = self.serve(request(0, 512, 51, (1,)), request(0, 512, 1, (2,)), max_batch=1)
+        assert second.ttft_s > first.ttft_s + 50 * first.tbt_s
+        first, second = self.serve(request(0, 512, 51, (1,)), request(0, 512, 1, (2,)), kv_tokens=1000)
+        assert second.ttft_s > first.ttft_s + 50 * first.tbt_s
+
+    def test_an_answer_decoded_elsewhere_moves_there(self):
+        class Apart:
+            name, ranks = "apart", True
+
+            def choose(self, request, workers):
+                return Decision(workers[0].id, workers[1].id)
+
+            def choose_decode(self, request, workers):
+                return workers[1].id
+
+        simulation = make_simulation(ClusterConfig(num_workers=2), Apart())
+        (job,) = simulation.run([request(0, 1024, 11, (1, 2))], check=True)
+        move_s = LatencyModel().hand_over_s(1024, 0, job.prefill_s)
+        assert move_s > 0
+        assert job.join_s == pytest.approx(job.first_s + move_s)
+        assert job.tbt_s * 10 == pytest.approx(move_s + 10 * LatencyModel().step_s(1, 1024), rel=1e-3)
+
+
 class TestSimulation:
     """Whole runs."""
 
     def test_one_request_by_hand(self):
-        simulation = Simulation(ClusterConfig(), make_policy("ttft-min"), check=True)
-        cold, warm = simulation.run([request(0, 1024, 1, (1, 2)), request(10, 1024, 1, (1, 2))])
+        simulation = make_simulation(ClusterConfig(), make_policy("ttft-min"))
+        cold, warm = simulation.run([request(0, 1024, 1, (1, 2)), request(10, 1024, 1, (1, 2))], check=True)
         profile = LatencyModel().profile
         assert cold.ttft_s == pytest.approx(profile.seconds(1024, 0))
         assert warm.ttft_s == pytest.approx(profile.seconds(1024, 1023))
@@ -129,7 +177,7 @@ class TestSimulation:
 
     def test_a_prefix_in_flight_is_waited_for(self):
         twins = [request(0, 51_200, 1, tuple(range(100))), request(0.1, 51_200, 1, tuple(range(100)))]
-        together = Simulation(ClusterConfig(num_prefill=1), make_policy("ttft-min")).run(twins)
+        together = make_simulation(ClusterConfig(num_prefill=1), make_policy("ttft-min")).run(twins)
         assert together[1].hit_tokens == 51_199
 
     def test_a_hot_prefix_is_copied_ahead_of_demand(self):
@@ -138,18 +186,19 @@ class TestSimulation:
         arrivals = [0.0, *(10 + n / 2 for n in range(8))]
         asked = [request(at, 33_280, 1, (*document, 1000 + n)) for n, at in enumerate(arrivals)]
         configs = {rate: ClusterConfig(hot_prefix_rate=rate) for rate in (0.0, 0.05)}
-        runs = {rate: Simulation(config, make_policy("round-robin"), check=True) for rate, config in configs.items()}
-        ttft = {rate: sum(job.ttft_s for job in simulation.run(asked)) for rate, simulation in runs.items()}
+        runs = {rate: make_simulation(config, make_policy("round-robin")) for rate, config in configs.items()}
+        ttft = {rate: sum(j.ttft_s for j in simulation.run(asked, check=True)) for rate, simulation in runs.items()}
         assert runs[0.0].copied_blocks == 0
         assert runs[0.05].copied_blocks > 0
         assert runs[0.05].fetched_blocks < runs[0.0].fetched_blocks, "who has it need not fetch it"
         assert ttft[0.05] < ttft[0.0]
 
+    @pytest.mark.parametrize("workers", [0, 5], ids=["pairs", "whole"])
     @pytest.mark.parametrize("name", POLICY_NAMES)
-    def test_invariants_hold_under_every_policy(self, name):
+    def test_invariants_hold_under_every_policy(self, name, workers):
         requests = read_trace(EXCERPT, 0.4, "0", 150)
-        config = ClusterConfig(num_prefill=3, num_decode=2, blocks=500, noise=0.5)
-        jobs = Simulation(config, make_policy(name), check=True).run(requests)
+        config = ClusterConfig(num_prefill=3, num_decode=2, num_workers=workers, blocks=500, noise=0.5)
+        jobs = make_simulation(config, make_policy(name)).run(requests, check=True)
         assert all(job.ttft_s is not None and job.ttft_s > 0 for job in jobs)
         assert all(0 <= job.hit_tokens < job.request.num_tokens for job in jobs)
 
@@ -221,12 +270,19 @@ CHANGES = [
     ("e", 1e-7, {}),
     ("kv_tokens", 3e4, {}),
     ("max_batch", 2, {}),
+    ("workers", 4, {}),
+    ("chunk_tokens", 1024, {"workers": 4}),
+    ("max_batch", 4, {"workers": 4}),
+    ("blocks", 300, {"workers": 4}),
+    ("shared_cache", True, {"workers": 4}),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "more"), CHANGES, ids=[c[0] for c in CHANGES])
+@pytest.mark.parametrize(("name", "value", "more"), CHANGES, ids=["-".join((c[0], *c[2])) for c in CHANGES])
 def test_every_option_changes_the_result(name, value, more):
     small = {"limit": 350, "warmup": "0", "speedup": 0.8, **more}
+    if "workers" in (name, *more):
+        small |= {"prefill": ReplayConfig.prefill, "decode": ReplayConfig.decode}
     assert run(**small) != run(**{**small, name: value})
 
 
@@ -305,6 +361,15 @@ class TestCommand:
         assert result.exit_code == 0
         assert "conversation_excerpt, 100 requests" in result.output
         assert "round-robin" in result.output
+
+    @pytest.mark.parametrize(
+        ("given", "named"),
+        [({"workers": 4}, "--decode"), ({"workers": 4, "prefill": 8, "decode": 8, "order": "sjf"}, "--order"),
+         ({"chunk_tokens": 256}, "--chunk-tokens")],
+    )  # fmt: skip
+    def test_options_of_the_other_kind_of_cluster_are_refused(self, given, named):
+        with pytest.raises(ConfigError, match=f"{named} .*--workers"):
+            replace(SMALL, **given)
 
     def test_a_trace_is_needed(self):
         assert CliRunner().invoke(COMMAND, []).exit_code == 2
