@@ -52,6 +52,7 @@ class RegisteredWorker:
         self.model: ServedModel | None = None
         self.session: WorkerSession | None = None
         self.load = LoadTracker()
+        self.load.keeps_requests = self.takes_whole_requests
         self.leaving = False
         self.last_error = ""
         self.task: asyncio.Task[None] | None = None

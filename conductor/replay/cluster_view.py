@@ -143,6 +143,8 @@ class WholeView(ClusterView):
             receive_wait_s=worker.receive_free_s - now_s,
             context_tokens=reserved,
             max_num_seqs=self._model.max_batch,
+            num_waiting=len(worker.queue),
+            prefill_share=worker.prefilling.at(now_s),
         )
 
 

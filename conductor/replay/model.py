@@ -102,7 +102,10 @@ class LatencyModel:
         """Return seconds to move blocks of a trace over one NIC."""
         return num_blocks * BLOCK_TOKENS * self.kv_token_bytes / self.nic
 
-    def hand_over_s(self, num_tokens: int, hit_tokens: int, prefill_s: float) -> float:
-        """Return seconds left of the move to the decode worker when prefill ends: KV follows it chunk by chunk."""
+    def hand_over_s(self, num_tokens: int, hit_tokens: int, prefill_s: float, held_tokens: int = 0) -> float:
+        """Return seconds left of the move to the decode worker when prefill ends: KV follows it chunk by chunk.
+
+        ``held_tokens`` are at the decode worker already.
+        """
         behind_s = hidden_s(prefill_s, num_tokens - hit_tokens)
-        return hand_over_s(num_tokens, self.kv_token_bytes / self.nic, behind_s)
+        return hand_over_s(max(0, num_tokens - held_tokens), self.kv_token_bytes / self.nic, behind_s)

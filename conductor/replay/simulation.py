@@ -325,7 +325,8 @@ class WholeSimulation(Simulation):
             target.release(job)
             self._output.ended(1)
         elif target is not worker:
-            left_s = self._model.hand_over_s(job.request.num_tokens, job.hit_tokens, job.prefill_s)
+            held_tokens = target.cache.leading(job.request.blocks) * BLOCK_TOKENS
+            left_s = self._model.hand_over_s(job.request.num_tokens, job.hit_tokens, job.prefill_s, held_tokens)
             worker.send_free_s = max(self.now_s, worker.send_free_s) + left_s
             self._at(worker.send_free_s, functools.partial(self._arrive_to_decode, target, job))
 

@@ -13,6 +13,7 @@ Steps without prompts are taken in runs of up to RUN_STEPS of equal length, cut 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from tanghulu.conductor.replay.decode import StepHistory
 from tanghulu.conductor.replay.model import Job, LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache, CachingInstance
-from tanghulu.session.load import DecodeProfile, PrefillProfile
+from tanghulu.session.load import BusyShare, DecodeProfile, PrefillProfile
 
 #: Most decode steps simulated at once; within them the context grows by less than 1 % as a rule.
 RUN_STEPS = 16
@@ -59,6 +60,7 @@ class WholeInstance(CachingInstance):
         self.batch = 0
         self.context_tokens = 0.0
         self.step_length_s = 0.0
+        self.prefilling = BusyShare()
         self._model, self._profile, self._speed = model, model.profile, speed
         token_s = self._profile.token_s + model.c / model.chunk_tokens
         #: What the worker would report, fitted to its own steps.
@@ -128,9 +130,8 @@ class WholeInstance(CachingInstance):
         self.num_coming -= job.prefill != self.index
 
     def arrive(self, job: Job) -> None:
-        """Accept a job whose KV has arrived from the worker that prefilled it; its blocks are resident from now on."""
+        """Accept a job whose KV has arrived from the worker that prefilled it, which keeps the blocks."""
         self._arrived.append(job)
-        self.cache.insert(job.request.blocks)
 
     def interrupt(self, now_s: float) -> None:
         """Cut a run of decode steps at the end of the current one."""
@@ -156,10 +157,9 @@ class WholeInstance(CachingInstance):
         steps = self._num_steps
         self._history.add(steps, self.step_length_s)
         self.context_tokens += steps * self.batch
-        for prefill in list(self._prefills):
-            if prefill.piece_tokens:
-                self.busy_s += self.step_length_s
-                break
+        if any(prefill.piece_tokens for prefill in self._prefills):
+            self.busy_s += self.step_length_s
+            self.prefilling.add(self.step_length_s, now_s)
         for prefill in list(self._prefills):
             prefill.done_tokens += prefill.piece_tokens
             if not prefill.left_tokens:
@@ -181,20 +181,19 @@ class WholeInstance(CachingInstance):
             self._used_tokens += job.request.num_tokens + job.request.output_tokens
             self._join(job, now_s)
         budget = self._model.chunk_tokens - self.batch
-        for prefill in self._prefills:
-            prefill.piece_tokens = max(0, min(prefill.left_tokens, budget))
-            budget -= prefill.piece_tokens
-        while budget > 0 and (position := self._next_position(now_s)) is not None:
-            if not self._has_room(self.queue[position]):
-                return
+        while (position := self._next_position(now_s)) is not None and self._has_room(self.queue[position]):
+            number = self.queue[position].number
+            # An earlier request that waited for a fetch goes before later ones.
+            if sum(p.left_tokens for p in self._prefills if p.job.number < number) >= budget:
+                break
             job = self.queue.pop(position)
             self.reuse(job)
             self._used_tokens += job.request.num_tokens + job.request.output_tokens
             job.begin_s = now_s
-            prefill = _Prefill(job, job.hit_tokens)
-            prefill.piece_tokens = min(prefill.left_tokens, budget)
+            bisect.insort(self._prefills, _Prefill(job, job.hit_tokens), key=_order)
+        for prefill in self._prefills:
+            prefill.piece_tokens = max(0, min(prefill.left_tokens, budget))
             budget -= prefill.piece_tokens
-            self._prefills.append(prefill)
 
     def _next_position(self, now_s: float) -> int | None:
         """Return the place of the first prompt that waits for no fetch."""
@@ -249,6 +248,10 @@ class WholeInstance(CachingInstance):
         self.reserved_tokens -= job.expected_tokens
         self._used_tokens -= job.request.num_tokens + job.request.output_tokens
         self._history.judge(job, now_s)
+
+
+def _order(prefill: _Prefill) -> int:
+    return prefill.job.number
 
 
 def _pairs(num_tokens: int, rest_tokens: int) -> int:

@@ -46,6 +46,8 @@ class LoadTracker:
         self.known = NOTHING_KNOWN
         #: Workers like this one, whose median is used for anything missing from both of these.
         self.kind = KindOfWorkers()
+        #: The worker decodes what it prefills, and nothing else.
+        self.keeps_requests = False
         #: Tokens per block of the model it serves; 0 while unknown.
         self.block_tokens = 0
         #: Blocks that answers in progress are still expected to fill.
@@ -162,7 +164,8 @@ class LoadTracker:
         view.decode_step_s, view.decode_profile = load.decode_step_s, load.decode or self.known.decode
         if not view.decode_step_s and view.decode_profile is None:
             view.decode_step_s, view.decode_profile = typical.decode_step_s, typical.decode
-        view.max_num_seqs = load.max_num_seqs
+        view.max_num_seqs, view.prefill_share = load.max_num_seqs, load.prefill_share
+        view.num_waiting, view.keeps_requests = load.num_waiting + len(self._unreported), self.keeps_requests
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)

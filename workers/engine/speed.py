@@ -1,4 +1,4 @@
-"""Speed of this worker, from its steps and transfers: tokens or bytes over seconds, the past fading. Pure.
+"""Speed of this worker, from its steps and transfers: tokens or bytes over seconds, the past fading.
 
 The engine's thread owns it. Only steps of many tokens measure the speed of prefill: a prompt of 37 tokens takes about
 as long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong prediction for the next
@@ -7,7 +7,10 @@ as long as one of 5, because reading the weights dominates, and 84 tokens/s woul
 
 from __future__ import annotations
 
-from tanghulu.session.load import PeerRead, WorkerLoad
+import time
+from collections.abc import Callable
+
+from tanghulu.session.load import BusyShare, PeerRead, WorkerLoad
 from tanghulu.workers.engine.step_model import NO_WORK, StepModel, StepWork
 
 _FADE = 0.8  # of the past, at each new observation
@@ -42,7 +45,14 @@ class SpeedMeter:
     Without ``reads_peers`` it reports that nothing can be read from other workers' caches.
     """
 
-    def __init__(self, max_step_tokens: int = DEFAULT_STEP_TOKENS, reads_peers: bool = True) -> None:
+    def __init__(
+        self,
+        max_step_tokens: int = DEFAULT_STEP_TOKENS,
+        reads_peers: bool = True,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now_s = now_s
+        self._prefilling = BusyShare()
         self._reads_peers = reads_peers
         self._model = StepModel(max_step_tokens)
         self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
@@ -51,6 +61,8 @@ class SpeedMeter:
     def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
         """Note a step of ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` has the details."""
         self._model.step(work, seconds)
+        if num_tokens > num_sequences:
+            self._prefilling.add(seconds, self._now_s())
         if num_tokens >= _PREFILL_TOKENS:
             self._prefill.add(num_tokens, seconds)
         elif num_tokens == num_sequences and num_tokens <= _DECODE_TOKENS:
@@ -84,4 +96,5 @@ class SpeedMeter:
             peer_bytes_per_s=(self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0,
             prefill=self._model.prefill,
             decode=self._model.decode,
+            prefill_share=self._prefilling.at(self._now_s()),
         )

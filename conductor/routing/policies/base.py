@@ -82,7 +82,8 @@ class WorkerView:
     seconds for which its NIC is busy or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
     prefilled elsewhere and will decode here; blocks are reserved for them. ``context_tokens`` are attended to by
     requests in progress (0 while unknown). ``max_num_seqs`` is the number of seats, the most requests in one step (0 if
-    unknown).
+    unknown). ``num_waiting`` of the ``num_requests`` have not begun. ``prefill_share`` is the share of recent time in
+    which its steps computed prompts. A worker that ``keeps_requests`` decodes what it prefills, and nothing else.
 
     Derived from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
     ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or its default;
@@ -90,6 +91,10 @@ class WorkerView:
     wait for a seat in seconds per token of a mean answer. (Of M seats, one becomes free every answer / M; the k-th
     waiting request waits k times that. Example: 34 requests in 32 seats, steps of 20 ms, answers of 256 tokens: the
     next is the third to wait, 3 / 32 * 0.02 * 256 = 0.48 s.)
+
+    Derived for a worker of both phases: ``batch``, the number of sequences that decode there; ``slowdown``, the factor
+    by which they lengthen a prefill; ``gap_s``, the expected time between tokens of one more sequence, if its steps
+    compute prompts as often as recently.
     """
 
     id: InstanceId
@@ -116,11 +121,17 @@ class WorkerView:
     coming_requests: int = 0
     context_tokens: int = 0
     max_num_seqs: int = 0
+    num_waiting: int = 0
+    prefill_share: float = 0.0
+    keeps_requests: bool = False
     match_blocks: int = field(init=False)
     wait_s: float = field(init=False)
     cost: PrefillProfile = field(init=False)
     batch_s: float = field(init=False)
     seat_s: float = field(init=False)
+    batch: int = field(init=False)
+    slowdown: float = field(init=False)
+    gap_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.found(self.hit_blocks, self.coming_blocks)
@@ -148,6 +159,28 @@ class WorkerView:
             self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
         seats = self.max_num_seqs
         self.seat_s = step_s * (self.num_requests + 1 - seats) / seats if 0 < seats <= self.num_requests else 0.0
+        self.batch, self.slowdown, self.gap_s = 0, 1.0, 0.0
+        if self.can_prefill and self.can_decode:
+            self._derive_mixed(step_s)
+
+    def _derive_mixed(self, step_s: float) -> None:
+        """Derive how prefills and decodes of the same worker slow each other."""
+        self.batch = max(0, self.num_requests - self.num_waiting)
+        decode, chunk_s = self.decode_profile, ASSUMED_CHUNK_TOKENS * self.cost.token_s
+        if decode is None:
+            decode = DecodeProfile(step_s, STEP_SHARE_OF_A_SEQUENCE * step_s)
+        added_s = decode.sequence_s * self.batch + decode.token_s * self.context_tokens
+        self.slowdown = 1 + added_s / chunk_s
+        alone_s = decode.fixed_s + decode.sequence_s + added_s
+        share = self.prefill_share
+        self.gap_s = 1 / (share / (alone_s + chunk_s) + (1 - share) / alone_s)
+
+    def slowing_s(self, num_tokens: int) -> float:
+        """Return the seconds by which one more sequence of ``num_tokens`` lengthens each decode step."""
+        decode = self.decode_profile
+        if decode is None:
+            return STEP_SHARE_OF_A_SEQUENCE * (self.decode_step_s or ASSUMED_DECODE_STEP_S)
+        return decode.sequence_s + decode.token_s * num_tokens
 
     def _measured_batch_s(self, step_s: float, decode: DecodeProfile) -> float:
         """Return the seconds that the present sequences add to a step."""
@@ -194,6 +227,11 @@ class RequestView(Struct, frozen=True):
     def answer_tokens(self) -> float:
         """Tokens of a mean answer, for which a seat is occupied; JUDGED_TOKENS while unknown."""
         return self.expected_output or JUDGED_TOKENS
+
+    @property
+    def decoded_tokens(self) -> float:
+        """Tokens that the answer is expected to have: `answer_tokens`, within the request's own limit."""
+        return min(self.answer_tokens, self.most_output) if self.most_output else self.answer_tokens
 
     @property
     def num_blocks(self) -> int:
@@ -273,7 +311,7 @@ class Ranked(list[WorkerView]):
     ``waits``, ``batch_times`` and ``token_times`` are each one's ``wait_s``, ``batch_s`` and ``cost.token_s``;
     ``holders`` are the places, ascending, of those that have or will have some of the prompt, ``longest`` is the most
     blocks of it on any of them; ``may_fetch`` is False if certainly none can fetch from another; no worker loads faster
-    than ``fastest``, in bytes/s; ``place_of`` maps ids to places.
+    than ``fastest``, in bytes/s; ``place_of`` maps ids to places; ``mixed`` are the places of those of both phases.
     """
 
     def __init__(self, workers: Iterable[WorkerView]) -> None:
@@ -286,6 +324,7 @@ class Ranked(list[WorkerView]):
         self.may_fetch = any(w.peer_bytes_per_s for w in self)
         self.fastest = max([ASSUMED_STORE_BYTES_PER_S, *[w.store_bytes_per_s for w in self]])
         self.place_of = {w.id: place for place, w in enumerate(self)}
+        self.mixed = [place for place, w in enumerate(self) if w.can_prefill and w.can_decode]
 
     def loaded(self, place: int) -> None:
         """Apply a changed load or speed of the worker at ``place``; the holders are unchanged."""

@@ -1,14 +1,20 @@
 """The choice of the decode worker, shared by all policies that consider KV; and both phases in one decision.
 
-The cost is the transfer of the KV that a worker lacks, as far as it outlasts the prefill (`base.hand_over_s`), plus the
-time each running sequence adds to the steps of this answer (as far as its length is known), plus the wait for a seat if
-none is free, plus a penalty if its free blocks do not suffice. The worker that prefills moves nothing. A worker that
-also prefills pays for the copy in its cache as well: it displaces some other prefix, which will have to be recomputed
-when requested again.
+For a worker that only decodes, the cost is the transfer of the KV that it lacks, as far as it outlasts the prefill
+(`base.hand_over_s`), plus the time each running sequence adds to the steps of this answer (as far as its length is
+known), plus the wait for a seat if none is free, plus a penalty if its free blocks do not suffice. The worker that
+prefills moves nothing.
+
+For a worker that also prefills, the time of the whole answer counts, with the prompts that it computes meanwhile, and
+the time that the answer adds to each sequence there: DECODE_WEIGHT * answer tokens * (gap + batch * slowing). So
+answers gather where few prompts are computed, and prompts where few answers run (`ttft_min`): the workers share out the
+phases by themselves as far as the load requires. Example, per token: A decodes 40 sequences in 33 ms and spends half of
+its time on prompts, 49 ms more a step: a gap of 47 ms. B decodes 60 in 40 ms and computes no prompts: B.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -31,6 +37,10 @@ from tanghulu.types import InstanceId
 
 #: Assumed cost, in seconds, of waiting or preemption for lack of blocks.
 NO_ROOM_FINE_S = 1000.0
+#: Weight of a second of decoding against a second of waiting for the first token.
+DECODE_WEIGHT = 0.1
+#: And of a second between the first token and the second one, while KV moves: the client notices it as a stall.
+MOVE_WEIGHT = 3.0
 #: A bound is raised by this much, so that rounding never hides an equal cost.
 _SLACK = 1 + 1e-9
 
@@ -50,21 +60,26 @@ def decide(
     ties: Ties,
     explain: Callable[[], Sequence[Candidate]],
     fetch: PeerFetch | None = None,
+    *,
+    move: bool = False,
 ) -> Decision | None:
     """Decide on ``prefill`` and the best decode worker for it; None if no worker decodes.
 
-    ``explain`` builds the candidates for prefill.
+    A worker of both phases decodes what it prefills, unless answers ``move``. ``explain`` builds the candidates for
+    prefill.
     """
     able = decoders(workers)
     if not able:
         return None
+    if prefill.can_decode and not move:
+        able = Ranked([prefill])
     request = moving(request, prefill, fetch)
-    decode = able[place_of_least_cost(request, able, prefill.id, ties)]
+    decode = able[place_of_least_cost(request, able, prefill, ties)]
     return Decision(
         prefill.id,
         decode.id,
         fetch,
-        lambda: (*explain(), *decode_candidates(request, able, prefill.id)),
+        lambda: (*explain(), *decode_candidates(request, able, prefill)),
     )
 
 
@@ -76,35 +91,54 @@ def moving(request: RequestView, prefill: WorkerView, fetch: PeerFetch | None = 
     return structs.replace(request, kv_place=kv_place, hidden_s=behind_s)
 
 
-def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
-    """Return the cost of each of ``able``; ``prefill`` names the one that will have the KV, if any of them."""
-    num_blocks, judged, answer_tokens = request.num_blocks, request.judged_share, request.answer_tokens
-    costs = []
-    for worker in able:
-        needed = num_blocks - worker.hit_blocks
-        cost_s = judged * worker.batch_s + answer_tokens * worker.seat_s
-        if needed > 0:
-            if worker.id != prefill:
-                cost_s += _move_s(request, needed, _move_bytes_per_s(request, worker))
-                cost_s += _copy_s(request, worker)
-            if worker.blocks_free < needed:
-                cost_s += NO_ROOM_FINE_S
-        costs.append(cost_s)
-    return costs
+def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: WorkerView | None) -> list[float]:
+    """Return the cost of each of ``able``; ``prefill`` is the one that will have the KV, if any worker will."""
+    return [decode_cost_s(request, worker, prefill) for worker in able]
 
 
-def place_of_least_cost(request: RequestView, able: Ranked, prefill: InstanceId | None, ties: Ties) -> int:
+def decode_cost_s(request: RequestView, worker: WorkerView, prefill: WorkerView | None) -> float:
+    """Return the cost of decoding at ``worker`` if ``prefill`` has the KV; infinity if the KV cannot move there."""
+    stays = prefill is not None and worker.id == prefill.id
+    if not stays and (worker.keeps_requests or (prefill is not None and prefill.keeps_requests)):
+        return math.inf
+    needed = request.num_blocks - worker.hit_blocks
+    cost_s = answer_cost_s(request, worker) + request.answer_tokens * worker.seat_s
+    if needed > 0:
+        if not stays:
+            cost_s += _move_cost_s(request, worker, needed)
+        if worker.blocks_free < needed:
+            cost_s += NO_ROOM_FINE_S
+    return cost_s
+
+
+def answer_cost_s(request: RequestView, worker: WorkerView) -> float:
+    """Return the cost of the answer at ``worker`` once it has a seat, with its cost to the others there."""
+    if not worker.can_prefill:
+        return request.judged_share * worker.batch_s
+    token_s = worker.gap_s + worker.batch * worker.slowing_s(request.num_tokens)
+    return DECODE_WEIGHT * request.decoded_tokens * token_s
+
+
+def _move_cost_s(request: RequestView, worker: WorkerView, num_blocks: int) -> float:
+    move_s = _move_s(request, num_blocks, _move_bytes_per_s(request, worker))
+    return MOVE_WEIGHT * move_s if worker.can_prefill else move_s
+
+
+def place_of_least_cost(request: RequestView, able: Ranked, prefill: WorkerView | None, ties: Ties) -> int:
     """Return the place in ``able`` of the lowest of ``decode_costs``, or of any of the lowest."""
     near = near_places(request, able, prefill)
     return near[any_of_least(decode_costs(request, [able[at] for at in near], prefill), ties.decode)]
 
 
-def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[int]:
+def near_places(request: RequestView, able: Ranked, prefill: WorkerView | None) -> Sequence[int]:
     """Return the places, ascending, of all that could cost least; out of 64 that is a handful.
 
-    These are the workers that hold some of the prompt or have prefilled it, and of the others, which have to move all
-    of it, those that with the fastest link would cost no more than the worker with the smallest batch.
+    If some also prefill, these are all. Else these are the workers that hold some of the prompt or have prefilled it,
+    and of the others, which have to move all of it, those that with the fastest link would cost no more than the worker
+    with the smallest batch.
     """
+    if able.mixed:
+        return range(len(able))
     batch_times, judged = able.batch_times, request.judged_share
     least = batch_times.index(min(batch_times))
     bound_s = _SLACK * decode_costs(request, [able[least]], prefill)[0]
@@ -113,8 +147,8 @@ def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) 
     least_s = bound_s / judged
     near = {at for at, batch_s in enumerate(batch_times) if batch_s <= least_s}
     near.update(able.holders, (least,))
-    if prefill in able.place_of:
-        near.add(able.place_of[prefill])
+    if prefill is not None and prefill.id in able.place_of:
+        near.add(able.place_of[prefill.id])
     return sorted(near)
 
 
@@ -128,12 +162,8 @@ def _move_s(request: RequestView, num_blocks: int, bytes_per_s: float) -> float:
 def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
     """Return the speed from the KV's place: as measured between the places, else the worker's general load speed."""
     measured = request.link_bytes_per_s(request.kv_place, worker.place)
-    return measured or worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S
-
-
-def _copy_s(request: RequestView, worker: WorkerView) -> float:
-    """Return the cost of displacing cached blocks at a worker that also prefills: the computing they saved."""
-    return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
+    general = (worker.can_prefill and worker.peer_bytes_per_s) or worker.store_bytes_per_s
+    return measured or general or ASSUMED_STORE_BYTES_PER_S
 
 
 def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
@@ -142,19 +172,19 @@ def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties)
     return able[place_of_least_cost(request, able, None, ties)].id if able else None
 
 
-def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[Candidate]:
+def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: WorkerView | None) -> list[Candidate]:
     """Return ``decode_costs`` for people."""
     costs = decode_costs(request, able, prefill)
-    return [_candidate(request, w, w.id == prefill, cost_s) for w, cost_s in zip(able, costs, strict=True)]
+    return [_candidate(request, w, prefill, cost_s) for w, cost_s in zip(able, costs, strict=True)]
 
 
-def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, cost_s: float) -> Candidate:
+def _candidate(request: RequestView, worker: WorkerView, prefill: WorkerView | None, cost_s: float) -> Candidate:
     needed = max(0, request.num_blocks - worker.hit_blocks)
-    missing = 0 if prefilled_here else needed
-    move_s = _move_s(request, missing, _move_bytes_per_s(request, worker))
-    batch_s = request.judged_share * worker.batch_s
-    room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
-    copy_s = _copy_s(request, worker) if missing else 0.0
-    seat_s = request.answer_tokens * worker.seat_s
-    terms = (("move_s", move_s), ("copy_s", copy_s), ("batch_s", batch_s), ("seat_s", seat_s), ("no_room_s", room_s))
+    stays = needed == 0 or (prefill is not None and worker.id == prefill.id)
+    terms = (
+        ("move_s", 0.0 if stays else _move_cost_s(request, worker, needed)),
+        ("batch_s", answer_cost_s(request, worker)),
+        ("seat_s", request.answer_tokens * worker.seat_s),
+        ("no_room_s", 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S),
+    )
     return Candidate(worker.id, "decode", cost_s, terms)

@@ -24,10 +24,17 @@ mean TTFT of 50 s, 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (
 Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. By itself the
 request would start sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
 
-A worker that also decodes has a limited number of seats, and the sequences of a batch slow each other. So it is charged
-the time its batch adds to the request's decoding and the request to the batch's, plus the wait for a seat if none is
-free. This spreads a burst behind one cached prefix. Example: A holds the prefix and runs 20 sequences, each adding 1 ms
-to a step: 2 * 64 * 20 * 1 ms = 2.6 s. B is idle and can fetch the prefix, a copy charged 2.4 s: B wins.
+A worker that also decodes is examined as a whole, and so is each pair of one that prefills and one that decodes:
+
+    score = max(queue, fetch) + prefill + seat + charges for load, copy, delay + least cost of decoding, here or moved
+
+The running sequences lengthen its prefills (``slowdown``), which lengthen their tokens' gaps in turn: ``delay`` is
+DELAY_WEIGHT times the batch, for each second of computing that its answers will last. The cost of decoding is
+`decode.decode_cost_s`. Load and copies are charged by the share of time r that these workers spend on prompts: r / (1 -
+r), up to the full charge, as the time until a later request is reached grows with it; when they are idle, a warm prefix
+is worth no wait. Example, batches of 30 and 5 at A and B, a prefill of 1 s, A with 0.2 s less queue, r 0.5: A scores
+0 + 1.2 + 1.2 + 0.9 s for the delay of 30 answers, B 0.2 + 1.03 + 1.03 + 0.15: the prompt goes to B, the answer to the
+worker with the shortest gaps if that is worth moving its KV.
 """
 
 from __future__ import annotations
@@ -42,56 +49,113 @@ from tanghulu.conductor.routing.policies.base import (
     Ranked,
     RequestView,
     WorkerView,
+    decoders,
     place_of_least,
     prefillers,
 )
-from tanghulu.conductor.routing.policies.decode import NO_ROOM_FINE_S, Ties, best_decode, decide
+from tanghulu.conductor.routing.policies.decode import (
+    NO_ROOM_FINE_S,
+    Ties,
+    answer_cost_s,
+    best_decode,
+    decide,
+    decode_cost_s,
+    moving,
+)
 from tanghulu.conductor.routing.policies.fetching import (
-    Start,
     best_source,
     best_start,
     can_fetch,
     nearest_source,
-    own_start,
     peer_fetch_s,
 )
 from tanghulu.types import InstanceId
 
-#: A batch slows a joining request, and the request slows each sequence of the batch by as much as one of them slows it.
-BOTH_SIDES = 2
+#: Weight of a second's delay of one running sequence by a prefill.
+DELAY_WEIGHT = 0.03
+#: And the share of an answer's time for which a running one is expected to last, so that no prefill delays it longer.
+DELAYED_SHARE = 0.1
+#: Share of time spent on prompts above which the charge for load is complete, at most.
+_MOST_SHARE = 0.95
 #: The lower bound of computing is reduced by this much, so that rounding never hides an equal score.
 _SLACK = 1 - 1e-9
 
 
 class _Scores:
-    """Scores of one request's workers: ``best_start`` without its objects, plus copy, load, batch and room charges."""
+    """Scores of one request's workers: ``best_start`` without its objects, plus the charges."""
 
-    def __init__(self, request: RequestView, source: WorkerView | None, weight: float, load_weight: float) -> None:
+    def __init__(
+        self, request: RequestView, able: Ranked, workers: Sequence[WorkerView], weight: float, load_weight: float
+    ) -> None:
+        source = best_source(workers)
         self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
         self._num_blocks, self._in_store = request.num_blocks, request.store_hit_blocks
         self._most = source.hit_blocks if source is not None else 0
-        self._batch_weight, self._answer_tokens = BOTH_SIDES * request.judged_share, request.answer_tokens
+        self._mixed_weight = self._mixed_load_weight = 0.0
+        self._elsewhere: WorkerView | None = None
+        self._least_load_weight = load_weight
+        if able.mixed:
+            self._prepare_mixed(able, workers)
+
+    def _prepare_mixed(self, able: Ranked, workers: Sequence[WorkerView]) -> None:
+        """Set the charges of workers of both phases, and the best place for an answer that moves."""
+        share = min(_MOST_SHARE, sum([able[place].prefill_share for place in able.mixed]) / len(able.mixed))
+        self._mixed_load_weight = self._least_load_weight = load = min(self._load_weight, share / (1 - share))
+        self._mixed_weight = self._weight * (load / self._load_weight if self._load_weight else 1.0)
+        request = self._request
+        able_to_take = [w for w in decoders(workers) if not w.keeps_requests and w.blocks_free >= self._num_blocks]
+        if able_to_take:
+            self._elsewhere = min(
+                able_to_take, key=lambda w: answer_cost_s(request, w) + request.answer_tokens * w.seat_s
+            )
 
     def of(self, worker: WorkerView) -> float:
         """Return the score of one worker."""
-        request, match, wait_s, load_weight = self._request, worker.match_blocks, worker.wait_s, self._load_weight
-        own_s = worker.prefill_s(request, match)
-        least_s, charge_s = wait_s + own_s, load_weight * own_s
+        request, mixed = self._request, worker.can_decode
+        least_s, charge_s, _, compute_s, _ = self._start(worker, mixed)
+        score = least_s + charge_s
+        if mixed:
+            score += self.delay_s(worker, compute_s) + self.decode_s(worker) + request.answer_tokens * worker.seat_s
+        return score + NO_ROOM_FINE_S if worker.blocks_free < self._num_blocks - worker.hit_blocks else score
+
+    def _start(self, worker: WorkerView, mixed: bool) -> tuple[float, float, int, float, float]:
+        """Return the TTFT, the charges for load and copy, the blocks reused, and the times of computing and fetch."""
+        request, match, wait_s = self._request, worker.match_blocks, worker.wait_s
+        weight, load_weight = self._weight, self._load_weight
+        own_s, slowdown = worker.prefill_s(request, match), 1.0
+        if mixed:
+            weight, load_weight, slowdown = self._mixed_weight, self._mixed_load_weight, worker.slowdown
+            own_s *= slowdown
+            wait_s *= slowdown
+        least_s, charge_s, reused, compute_s, fetch_s = wait_s + own_s, load_weight * own_s, match, own_s, 0.0
         if self._most > match and worker.peer_bytes_per_s and self._source is not None:
-            peer_s = worker.prefill_s(request, self._most)
-            fetched_s = max(wait_s, peer_fetch_s(request, self._source, worker)) + peer_s
+            peer_s = slowdown * worker.prefill_s(request, self._most)
+            moved_s = peer_fetch_s(request, self._source, worker)
+            fetched_s = max(wait_s, moved_s) + peer_s
             if fetched_s < least_s:
-                least_s, charge_s = fetched_s, self._weight * (own_s - peer_s) + load_weight * peer_s
+                least_s, charge_s = fetched_s, weight * (own_s - peer_s) + load_weight * peer_s
+                reused, compute_s, fetch_s = self._most, peer_s, moved_s
         if self._in_store > match:
-            store_s = worker.prefill_s(request, self._in_store)
+            store_s = slowdown * worker.prefill_s(request, self._in_store)
             num_bytes = (self._in_store - match) * request.block_bytes
-            fetched_s = max(wait_s, num_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)) + store_s
+            moved_s = num_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+            fetched_s = max(wait_s, moved_s) + store_s
             if fetched_s < least_s:
                 least_s, charge_s = fetched_s, load_weight * store_s
-        score = least_s + charge_s
-        if worker.num_requests and worker.can_decode:
-            score += self._batch_weight * worker.batch_s + self._answer_tokens * worker.seat_s
-        return score + NO_ROOM_FINE_S if worker.blocks_free < self._num_blocks - worker.hit_blocks else score
+                reused, compute_s, fetch_s = self._in_store, store_s, moved_s
+        return least_s, charge_s, reused, compute_s, fetch_s
+
+    def delay_s(self, worker: WorkerView, compute_s: float) -> float:
+        """Return the charge for the answers at ``worker`` that ``compute_s`` of prefill delay."""
+        lasting_s = DELAYED_SHARE * self._request.answer_tokens * worker.gap_s
+        return DELAY_WEIGHT * worker.batch * min(compute_s, lasting_s)
+
+    def decode_s(self, worker: WorkerView) -> float:
+        """Return the least cost of decoding what ``worker`` prefills: in its seat there, or elsewhere."""
+        own_s, elsewhere = answer_cost_s(self._request, worker), self._elsewhere
+        if elsewhere is None or elsewhere is worker or worker.keeps_requests:
+            return own_s
+        return min(own_s, decode_cost_s(moving(self._request, worker), elsewhere, worker))
 
     def that_could_win(self, able: Ranked) -> list[float]:
         """Return the scores; infinity for workers whose wait rules out the lowest score.
@@ -121,7 +185,26 @@ class _Scores:
         ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
         """
         rest_tokens = self._request.rest_tokens(max(hit_blocks, self._in_store))
-        return _SLACK * (1 + self._load_weight) * rest_tokens
+        return _SLACK * (1 + self._least_load_weight) * rest_tokens
+
+    def candidate(self, worker: WorkerView) -> Candidate:
+        """Return the judgement of one worker for people; its terms add up to the score, queue and fetch overlapping."""
+        request, mixed = self._request, worker.can_decode
+        _, charge_s, hit_blocks, compute_s, fetch_s = self._start(worker, mixed)
+        load_s = (self._mixed_load_weight if mixed else self._load_weight) * compute_s
+        terms = (
+            ("queue_s", worker.slowdown * worker.wait_s),
+            ("fetch_s", fetch_s),
+            ("compute_s", compute_s),
+            ("load_s", load_s),
+            ("copy_s", charge_s - load_s),
+            ("delay_s", self.delay_s(worker, compute_s) if mixed else 0.0),
+            ("decode_s", self.decode_s(worker) if mixed else 0.0),
+            ("seat_s", request.answer_tokens * worker.seat_s if mixed else 0.0),
+            ("no_room_s", 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S),
+            ("hit_blocks", float(hit_blocks)),
+        )
+        return Candidate(worker.id, "prefill", self.of(worker), terms)
 
 
 class TtftMin:
@@ -140,41 +223,18 @@ class TtftMin:
         able = prefillers(workers)
         if not able:
             return None
-        source = best_source(workers)
-        scores = self._scores(request, source)
+        scores = self._scores(request, able, workers)
         chosen = able[place_of_least(scores.that_could_win(able), self._ties.prefill)]
 
         def explain() -> list[Candidate]:
-            return [self._candidate(request, w, source, scores.of(w)) for w in able]
+            return [scores.candidate(w) for w in able]
 
         nearest = nearest_source(request, workers, chosen)
         fetch = best_start(request, chosen, nearest).fetch if can_fetch(nearest, chosen) else None
-        return decide(request, workers, chosen, self._ties, explain, fetch)
+        return decide(request, workers, chosen, self._ties, explain, fetch, move=True)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         return best_decode(request, workers, self._ties)
 
-    def _scores(self, request: RequestView, source: WorkerView | None) -> _Scores:
-        return _Scores(request, source, self._replica_weight, self._load_weight)
-
-    def _copy_s(self, request: RequestView, worker: WorkerView, start: Start) -> float:
-        if start.fetch is None:
-            return 0.0
-        return self._replica_weight * (own_start(request, worker).compute_s - start.compute_s)
-
-    def _candidate(
-        self, request: RequestView, worker: WorkerView, source: WorkerView | None, score: float
-    ) -> Candidate:
-        start = best_start(request, worker, source)
-        terms = (
-            ("queue_s", worker.wait_s),
-            ("fetch_s", start.fetch_s),
-            ("compute_s", start.compute_s),
-            ("load_s", self._load_weight * start.compute_s),
-            ("copy_s", self._copy_s(request, worker, start)),
-            ("batch_s", BOTH_SIDES * request.judged_share * worker.batch_s if worker.can_decode else 0.0),
-            ("seat_s", request.answer_tokens * worker.seat_s if worker.can_decode else 0.0),
-            ("no_room_s", 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S),
-            ("hit_blocks", float(start.hit_blocks)),
-        )
-        return Candidate(worker.id, "prefill", score, terms)
+    def _scores(self, request: RequestView, able: Ranked, workers: Sequence[WorkerView]) -> _Scores:
+        return _Scores(request, able, workers, self._replica_weight, self._load_weight)

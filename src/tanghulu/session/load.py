@@ -9,7 +9,12 @@ GPU. (Mooncake, FAST'25, section 4.1 predicts prefill time from length and prefi
 
 from __future__ import annotations
 
+import math
+
 from tanghulu.rpc.wire import U32, U64, FastMessage
+
+#: Seconds after which the weight of the past in a `BusyShare` has fallen to 37 %.
+SHARE_S = 10.0
 
 
 class PrefillProfile(FastMessage, frozen=True):
@@ -64,6 +69,7 @@ class WorkerLoad(FastMessage, frozen=True):
     cannot load KV from other workers; ``prefill`` and ``decode`` are fitted to its steps, None until there were enough.
     ``prefill_pairs_waiting`` is the cost of ``prefill_tokens_waiting`` in attention: the sum of n^2 - p^2 for n tokens
     of which p are computed. ``max_num_seqs`` is its maximum number of requests in one step; 0 if unknown.
+    ``prefill_share`` is the share of recent time (the last 10 s weigh most) spent in steps that computed prompts.
     """
 
     num_running: U32 = 0
@@ -80,3 +86,25 @@ class WorkerLoad(FastMessage, frozen=True):
     reads: tuple[PeerRead, ...] = ()
     prefill_pairs_waiting: U64 = 0
     max_num_seqs: U32 = 0
+    prefill_share: float = 0.0
+
+
+class BusyShare:
+    """Share of time spent on something, over a past that fades with ``SHARE_S``.
+
+    Example: busy for 10 s after a long rest, then idle: 0.63, and 0.23 another 10 s later.
+    """
+
+    def __init__(self) -> None:
+        self._share = self._at_s = 0.0
+
+    def add(self, seconds: float, now_s: float) -> None:
+        """Note ``seconds`` of it that end at ``now_s``."""
+        self._share = self.at(max(now_s - seconds, self._at_s))
+        self._at_s = now_s
+        kept = math.exp(-seconds / SHARE_S)
+        self._share = self._share * kept + 1 - kept
+
+    def at(self, now_s: float) -> float:
+        """Return the share at ``now_s``, with nothing noted since the last `add`."""
+        return self._share * math.exp((self._at_s - now_s) / SHARE_S)

@@ -74,25 +74,28 @@ def test_least_loaded():
 class TestTtftMin:
     """The worked example of the module."""
 
-    A = worker("a", hit_blocks=20)
-    B = worker("b", hit_blocks=90, queue_tokens=8000)
+    A = worker("a", Role.PREFILL, hit_blocks=20)
+    B = worker("b", Role.PREFILL, hit_blocks=90, queue_tokens=8000)
+    D = worker("d", Role.DECODE)
 
     def test_an_idle_worker_beats_a_warm_but_busy_one(self):
-        decision = TtftMin(load_weight=0).choose(REQUEST, [self.A, self.B])
+        decision = TtftMin(load_weight=0).choose(REQUEST, [self.A, self.B, self.D])
         assert decision.prefill == "a"
         scores = {c.worker: round(c.score, 3) for c in decision.candidates if c.phase == "prefill"}
         assert scores == {"a": 0.512, "b": 0.864}
 
     def test_a_warm_one_beats_an_idle_one_when_its_queue_is_short(self):
-        assert TtftMin(load_weight=0).choose(REQUEST, [self.A, replace(self.B, queue_tokens=1000)]).prefill == "b"
+        assert (
+            TtftMin(load_weight=0).choose(REQUEST, [self.A, replace(self.B, queue_tokens=1000), self.D]).prefill == "b"
+        )
 
     def test_what_the_store_has_is_fetched_where_it_pays(self):
         request = structs.replace(REQUEST, store_hit_blocks=100)
-        decision = TtftMin(load_weight=0).choose(request, [self.A])
+        decision = TtftMin(load_weight=0).choose(request, [self.A, self.D])
         terms = dict(decision.candidates[0].terms)
         assert terms["fetch_s"] == pytest.approx(80 * (2 << 20) / 2e9)
         assert terms["compute_s"] == pytest.approx(1e-4)
-        slow = TtftMin(load_weight=0).choose(request, [replace(self.A, store_bytes_per_s=1e6)])
+        slow = TtftMin(load_weight=0).choose(request, [replace(self.A, store_bytes_per_s=1e6), self.D])
         assert dict(slow.candidates[0].terms)["fetch_s"] == 0
 
     def test_decode_goes_where_the_kv_is_unless_it_is_full_or_crowded(self):
@@ -107,8 +110,9 @@ class TestTtftMin:
         assert decision.prefill == decision.decode
 
     def test_what_is_being_computed_there_counts(self):
-        a, b = worker("a", queue_tokens=2000), worker("b", queue_tokens=2000, coming_blocks=90)
-        decision = TtftMin(load_weight=0).choose(REQUEST, [a, b])
+        a = worker("a", Role.PREFILL, queue_tokens=2000)
+        b = worker("b", Role.PREFILL, queue_tokens=2000, coming_blocks=90)
+        decision = TtftMin(load_weight=0).choose(REQUEST, [a, b, self.D])
         assert decision.prefill == "b"
         assert {c.worker: round(c.score, 3) for c in decision.candidates if c.phase == "prefill"} == {
             "a": 0.84,
@@ -116,20 +120,21 @@ class TestTtftMin:
         }
 
     def test_a_fetch_runs_beside_the_queue(self):
-        holder = worker("a", hit_blocks=90, queue_tokens=50_000, peer_bytes_per_s=1e9)
-        other = worker("b", queue_tokens=1000, peer_bytes_per_s=1e9)
-        decision = TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [holder, other])
+        holder = worker("a", Role.PREFILL, hit_blocks=90, queue_tokens=50_000, peer_bytes_per_s=1e9)
+        other = worker("b", Role.PREFILL, queue_tokens=1000, peer_bytes_per_s=1e9)
+        decision = TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [holder, other, self.D])
         assert decision.fetch == PeerFetch(InstanceId("a"), 90)
         fetch_s = 90 * (2 << 20) / 1e9
         score = next(c.score for c in decision.candidates if c.worker == "b")
         assert score == pytest.approx(max(0.1, fetch_s) + 0.064)
         taken = replace(holder, send_wait_s=5.0)
-        assert TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [taken, other]).fetch is None
+        assert TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [taken, other, self.D]).fetch is None
 
     def test_computing_is_charged_for_those_who_come_behind(self):
-        holder, idle = worker("a", hit_blocks=90, queue_tokens=9000), worker("b", queue_tokens=0)
-        assert TtftMin(load_weight=0).choose(REQUEST, [holder, idle]).prefill == "b"
-        decision = TtftMin(load_weight=6).choose(REQUEST, [holder, idle])
+        holder = worker("a", Role.PREFILL, hit_blocks=90, queue_tokens=9000)
+        idle = worker("b", Role.PREFILL, queue_tokens=0)
+        assert TtftMin(load_weight=0).choose(REQUEST, [holder, idle, self.D]).prefill == "b"
+        decision = TtftMin(load_weight=6).choose(REQUEST, [holder, idle, self.D])
         assert decision.prefill == "a"
         scores = {c.worker: c.score for c in decision.candidates if c.phase == "prefill"}
         assert scores == pytest.approx({"a": 0.9 + 7 * 0.064, "b": 7 * 0.64})
@@ -168,10 +173,10 @@ class TestDynamo:
     B = worker("b")
 
     def test_cost(self):
-        decision = Dynamo().choose(REQUEST, [self.A, self.B])
+        decision = Dynamo().choose(REQUEST, [self.A, self.B, self.D])
         assert {c.worker: c.score for c in decision.candidates if c.phase == "prefill"} == {"a": 330, "b": 200}
         assert decision.prefill == "b"
-        assert Dynamo(overlap_weight=10).choose(REQUEST, [self.A, self.B]).prefill == "a"
+        assert Dynamo(overlap_weight=10).choose(REQUEST, [self.A, self.B, self.D]).prefill == "a"
 
     def test_store_credit(self):
         request = structs.replace(REQUEST, store_hit_blocks=100)
@@ -179,7 +184,7 @@ class TestDynamo:
 
     def test_temperature_draws(self):
         policy = Dynamo(temperature=1.0)
-        drawn = [policy.choose(REQUEST, [self.A, self.B]).prefill for _ in range(200)]
+        drawn = [policy.choose(REQUEST, [self.A, self.B, self.D]).prefill for _ in range(200)]
         assert 20 < drawn.count("a") < 100  # exp(-1) / (1 + exp(-1)) of 200 are 54
 
 

@@ -154,7 +154,7 @@ class TestCompany:
 
     PROFILE = DecodeProfile(fixed_s=0.006, sequence_s=6e-5, token_s=8e-9)
     ALONE = WorkerView(
-        InstanceId("a"), True, True, 0, 4, 900, 1000, 1e5, 0.006, 1e9, decode_profile=PROFILE, context_tokens=32_768
+        InstanceId("a"), False, True, 0, 4, 900, 1000, 1e5, 0.006, 1e9, decode_profile=PROFILE, context_tokens=32_768
     )
 
     def test_is_what_sequences_and_their_contexts_add_to_a_step(self) -> None:
@@ -167,13 +167,16 @@ class TestCompany:
         assert flat.batch_s == pytest.approx(64 * 4 * 0.006 / 64)
 
     def test_a_worker_that_prefilled_keeps_what_another_would_only_copy(self) -> None:
-        prefilled, idle = self.ALONE, WorkerView(InstanceId("b"), True, True, 0, 0, 900, 1000, 1e5, 0.006, 1e9)
+        prefilled, idle = (
+            replace(self.ALONE, can_prefill=True),
+            WorkerView(InstanceId("b"), True, True, 0, 0, 900, 1000, 1e5, 0.006, 1e9),
+        )
         request = RequestView(8192, 64, 1 << 20)
-        assert decode_costs(request, [prefilled], prefilled.id)[0] < decode_costs(request, [idle], prefilled.id)[0]
+        assert decode_costs(request, [prefilled], prefilled)[0] < decode_costs(request, [idle], prefilled)[0]
 
     @pytest.mark.parametrize(("expected", "most", "share"), [(256.0, 8, 1 / 8), (32.0, 0, 1 / 2), (0.0, 0, 1.0)])
     def test_lasts_as_long_as_the_answer(self, expected: float, most: int, share: float) -> None:
         request = RequestView(8192, 64, 1 << 20, expected_output=expected, most_output=most)
         assert request.judged_share == share
         # Who prefilled moves nothing and has room, so the batch is all that there is.
-        assert decode_costs(request, [self.ALONE], self.ALONE.id) == [pytest.approx(share * self.ALONE.batch_s)]
+        assert decode_costs(request, [self.ALONE], self.ALONE) == [pytest.approx(share * self.ALONE.batch_s)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,36 +21,83 @@ def worker(name: str, role: Role = Role.BOTH, **more: float) -> WorkerView:
     return replace(view, prefill_tokens_per_s=10_000, store_bytes_per_s=2e9, decode_step_s=0.02, **more)
 
 
+def _token_s(w: WorkerView) -> float:
+    return 1 / (w.prefill_tokens_per_s or 2000.0)
+
+
+def _slowing_s(w: WorkerView) -> float:
+    """Seconds that one more sequence adds to a step of a worker without a measured profile."""
+    return (w.decode_step_s or 0.02) / 16
+
+
+def _slowdown(w: WorkerView) -> float:
+    batch = max(0, w.num_requests - w.num_waiting)
+    return 1 + _slowing_s(w) * batch / (512 * _token_s(w)) if w.can_decode else 1.0
+
+
+def _gap_s(w: WorkerView) -> float:
+    """Mean time between tokens: steps with prompts and without, by the share of time of each."""
+    step_s = (w.decode_step_s or 0.02) + _slowing_s(w) * (1 + max(0, w.num_requests - w.num_waiting))
+    return 1 / (w.prefill_share / (step_s + 512 * _token_s(w)) + (1 - w.prefill_share) / step_s)
+
+
+def _answer_s(w: WorkerView) -> float:
+    """The cost of an answer of 64 tokens, as no length is known, at a worker of both phases."""
+    return 0.1 * 64 * (_gap_s(w) + max(0, w.num_requests - w.num_waiting) * _slowing_s(w))
+
+
+def _seat_s(w: WorkerView) -> float:
+    seats = w.max_num_seqs
+    return max(0, w.num_requests + 1 - seats) / seats * (w.decode_step_s or 0.02) * 64 if seats else 0.0
+
+
+def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], compute_s: float) -> float:
+    """Delay of others, a seat, and the answer: here, or at the worker where it costs least, with the move."""
+    num_blocks = -(-request.num_tokens // request.block_tokens)
+    delay_s = 0.03 * max(0, w.num_requests - w.num_waiting) * min(compute_s, 0.1 * 64 * _gap_s(w))
+    ways = [_answer_s(w)]
+    takers = [v for v in able if v.can_decode and v.blocks_free >= num_blocks]
+    if takers:
+        other = min(takers, key=lambda v: _answer_s(v) + _seat_s(v))
+        missing = (num_blocks - other.hit_blocks) * request.block_tokens
+        token_s = (
+            request.block_bytes / request.block_tokens / (other.peer_bytes_per_s or other.store_bytes_per_s or 1e9)
+        )
+        hit_tokens = max(w.hit_blocks, w.coming_blocks, request.store_hit_blocks) * request.block_tokens
+        rest = max(1, request.num_tokens - hit_tokens)
+        hidden_s = rest * _token_s(w) * (1 - 512 / rest) if rest > 512 else 0.0
+        move_s = 3 * max(missing * token_s - hidden_s, min(missing, 512) * token_s) if missing > 0 else 0.0
+        ways.append(_answer_s(other) + _seat_s(other) + (move_s if other.id != w.id else math.inf))
+    return delay_s + _seat_s(w) + min(ways)
+
+
 def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], weight: float, load: float) -> float:
     """The formula of the module in its plainest form, for the fast one to be compared with."""
+    slowdown = _slowdown(w)
+    if w.can_decode:
+        shares = [v.prefill_share for v in able if v.can_decode]
+        share = min(0.95, sum(shares) / len(shares))
+        full, load = load, min(load, share / (1 - share))
+        weight *= load / full if full else 1.0
 
     def compute_s(blocks: int) -> float:
-        return max(1, request.num_tokens - blocks * request.block_tokens) / (w.prefill_tokens_per_s or 2000.0)
+        return slowdown * max(1, request.num_tokens - blocks * request.block_tokens) * _token_s(w)
 
-    wait_s = w.queue_tokens / (w.prefill_tokens_per_s or 2000.0)
+    wait_s = slowdown * w.queue_tokens * _token_s(w)
     match = max(w.hit_blocks, w.coming_blocks)
-    ways = [(wait_s + compute_s(match), load * compute_s(match))]
+    ways = [(wait_s + compute_s(match), load * compute_s(match), compute_s(match))]
     most = max(v.hit_blocks for v in able)
     if w.peer_bytes_per_s and most > match:
         taken_s = max(0.0, min(v.send_wait_s for v in able if v.hit_blocks == most), w.receive_wait_s)
         fetch_s = taken_s + (most - match) * request.block_bytes / w.peer_bytes_per_s
-        ways.append(
-            (
-                max(wait_s, fetch_s) + compute_s(most),
-                weight * (compute_s(match) - compute_s(most)) + load * compute_s(most),
-            )
-        )
+        charge_s = weight * (compute_s(match) - compute_s(most)) + load * compute_s(most)
+        ways.append((max(wait_s, fetch_s) + compute_s(most), charge_s, compute_s(most)))
     if request.store_hit_blocks > match:
         fetch_s = (request.store_hit_blocks - match) * request.block_bytes / (w.store_bytes_per_s or 1e9)
         rest_s = compute_s(request.store_hit_blocks)
-        ways.append((max(wait_s, fetch_s) + rest_s, load * rest_s))
-    ttft_s, charge_s = min(ways, key=lambda way: way[0])
-    decode_s = 0.0
-    if w.can_decode:
-        step_s, seats = w.decode_step_s or 0.02, w.max_num_seqs
-        sequence_s = max(step_s / 16, 4 / (w.prefill_tokens_per_s or 2000.0))
-        decode_s = 2 * 64 * sequence_s * w.num_requests  # no answer's length is known: judged over 64 tokens
-        decode_s += max(0, w.num_requests + 1 - seats) / seats * step_s * 64 if seats else 0.0
+        ways.append((max(wait_s, fetch_s) + rest_s, load * rest_s, rest_s))
+    ttft_s, charge_s, computing_s = min(ways, key=lambda way: way[0])
+    decode_s = _decode_by_the_book(request, w, able, computing_s) if w.can_decode else 0.0
     room_s = 1000.0 if w.blocks_free < -(-request.num_tokens // request.block_tokens) - w.hit_blocks else 0.0
     return ttft_s + charge_s + decode_s + room_s
 
@@ -62,6 +110,8 @@ BUSY_WORKERS = st.lists(
         can_decode=st.booleans(),
         queue_tokens=st.sampled_from([0, 500, 60_000]),
         num_requests=st.integers(0, 3),
+        num_waiting=st.integers(0, 4),
+        prefill_share=st.sampled_from([0.0, 0.4, 1.0]),
         blocks_free=st.sampled_from([10, 1000]),
         blocks_total=st.just(1000),
         prefill_tokens_per_s=st.sampled_from([0.0, 1000.0, 50_000.0]),
@@ -90,16 +140,18 @@ BUSY_WORKERS = st.lists(
 )
 def test_fast_scores_are_the_plain_formula_and_their_terms(workers, num_tokens, in_store, weight, load):
     request = RequestView(num_tokens, 64, 1 << 20, min(in_store, num_tokens // 64))
-    decision = TtftMin(weight, load_weight=load).choose(request, [*workers, worker("d", Role.DECODE)])
+    # One that only decodes, and is no place for an answer: it is full.
+    full = replace(worker("d", Role.DECODE), blocks_free=0)
+    decision = TtftMin(weight, load_weight=load).choose(request, [*workers, full])
     scores = {c.worker: c.score for c in decision.candidates if c.phase == "prefill"}
     expected = {w.id: _ttft_by_the_book(request, w, workers, weight, load) for w in workers}
     assert scores == pytest.approx(expected)
     assert scores[decision.prefill] == min(scores.values())
-    waits = {w.id: w.wait_s for w in workers}
+    waits = {w.id: w.wait_s * w.slowdown for w in workers}
     for candidate in decision.candidates:
         terms = dict(candidate.terms)
         if candidate.phase == "prefill":
-            parts = sum(terms[name] for name in ("copy_s", "batch_s", "seat_s", "no_room_s", "compute_s", "load_s"))
+            parts = sum(value for name, value in terms.items() if name not in ("queue_s", "fetch_s", "hit_blocks"))
             assert candidate.score == pytest.approx(parts + max(waits[candidate.worker], terms["fetch_s"]))
         else:
             assert candidate.score == pytest.approx(sum(terms.values()))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tanghulu.conductor.routing.policies.base import RequestView, any_of_least, decoders, place_of_least, prefillers
 from tanghulu.conductor.routing.policies.decode import Ties, decode_costs, moving, near_places
-from tanghulu.conductor.routing.policies.fetching import best_source
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
@@ -133,10 +132,10 @@ def test_looking_at_few_decides_as_scoring_all(parts, request, weight, load_weig
     if not able or not deciders:
         assert decision is None
         return
-    scores = TtftMin(weight, seed, load_weight)._scores(request, best_source(shown))
+    scores = TtftMin(weight, seed, load_weight)._scores(request, able, shown)
     prefill = able[place_of_least([scores.of(w) for w in able], ties.prefill)]
     seen = moving(request, prefill, decision.fetch)
-    decode = deciders[any_of_least(decode_costs(seen, deciders, prefill.id), ties.decode)].id
+    decode = deciders[any_of_least(decode_costs(seen, deciders, prefill), ties.decode)].id
     assert (decision.prefill, decision.decode) == (prefill.id, decode)
 
 
@@ -150,6 +149,6 @@ def test_of_many_workers_few_are_looked_at():
     request, policy = RequestView(8448, 64, 2 << 20), TtftMin()
     shown = WorkerViews(members).views({members[70].id: 128}, {})
     able, deciders = prefillers(shown), decoders(shown)
-    scores = policy._scores(request, best_source(shown)).that_could_win(able)
+    scores = policy._scores(request, able, shown).that_could_win(able)
     assert sum(map(math.isfinite, scores)) < 8
-    assert len(near_places(request, deciders, members[70].id)) < 16
+    assert len(near_places(request, deciders, shown[70])) < 16
