@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ _LIVE = (
 _LIVE_OUTPUT = ("plot", "json")
 _ONLY_LIVE = ("scale", "connections")
 _ONLY_PAIRS = ("prefill", "decode", "order", "ageing", "t0")
-_ONLY_WHOLE = ("chunk_tokens",)
+_ONLY_WHOLE = ("chunk_tokens", "speeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class ReplayConfig(HttpClientOptions):
     workers: int = option(
         0, "number of workers that both prefill and decode, in place of --prefill and --decode", least=0, most=4096
     )
+    speeds: str = option("", "relative speeds of the first of --workers, separated by commas; the others have 1")
     speedup: float = option(1.6, "speedup of the arrival of requests", above=0)
     blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
     warmup: str = option("0.5", "share of the time span, or a trace, replayed first for warm-up")
@@ -123,6 +125,7 @@ class ReplayConfig(HttpClientOptions):
         if self.live:
             parse_url(self.live, path=True)
         self._refuse_pointless()
+        _ = self.worker_speeds
 
     def _refuse_pointless(self) -> None:
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -144,6 +147,20 @@ class ReplayConfig(HttpClientOptions):
         return tuple(name.strip() for name in (self.policy or default).split(","))
 
     @property
+    def worker_speeds(self) -> tuple[float, ...]:
+        """The values of --speeds."""
+        try:
+            speeds = tuple(map(float, filter(None, self.speeds.split(","))))
+        except ValueError:
+            speeds = (0.0,)
+        if not all(0 < speed < math.inf for speed in speeds) or len(speeds) > self.workers:
+            raise ConfigError(
+                f"--speeds {self.speeds!r} must be at most {self.workers} numbers above 0 (one for each of --workers), "
+                "such as 1,1,0.5"
+            )
+        return speeds
+
+    @property
     def slo_s(self) -> tuple[float, float]:
         return self.ttft_slo, self.tbt_slo
 
@@ -158,6 +175,7 @@ class ReplayConfig(HttpClientOptions):
             num_prefill=self.prefill,
             num_decode=self.decode,
             num_workers=self.workers,
+            worker_speeds=self.worker_speeds,
             model=LatencyModel(**self._same(LatencyModel)),
             shortest_first=self.order == "sjf",
             ttft_slo_s=self.ttft_slo,

@@ -35,6 +35,8 @@ from tanghulu.conductor.routing.policies.base import PeerFetch, RoutingPolicy
 class ClusterConfig:
     """The simulated cluster: ``num_workers`` of both phases or, if that is 0, prefill and decode workers.
 
+    ``worker_speeds``: relative speeds of the first workers of both phases; the others have 1.
+
     ``blocks``: cache of a worker that prefills. ``fetch``: workers can fetch prefixes from each
     other, and do so when it pays unless the policy decides it. ``shared_cache``: the idealised pool, one cache for all
     at no cost. ``hot_prefix_rate``: fetches per second and holder above which a prefix is copied to another worker in
@@ -44,6 +46,7 @@ class ClusterConfig:
     num_prefill: int = 8
     num_decode: int = 8
     num_workers: int = 0
+    worker_speeds: tuple[float, ...] = ()
     blocks: int = 5859
     model: LatencyModel = field(default_factory=LatencyModel)
     fetch: bool = True
@@ -281,9 +284,10 @@ class WholeSimulation(Simulation):
 
     def __init__(self, config: ClusterConfig, policy: RoutingPolicy) -> None:
         shared = BlockCache(config.blocks * config.num_workers)
+        speeds = (*config.worker_speeds, *(1.0,) * config.num_workers)
         self.workers = [
-            WholeInstance(index, shared if config.shared_cache else BlockCache(config.blocks), config.model)
-            for index in range(config.num_workers)
+            WholeInstance(index, shared if config.shared_cache else BlockCache(config.blocks), config.model, speed)
+            for index, speed in enumerate(speeds[: config.num_workers])
         ]
         super().__init__(
             config, policy, self.workers, WholeView(self.workers, config.model, config.in_flight, config.fetch)

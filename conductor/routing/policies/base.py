@@ -94,7 +94,8 @@ class WorkerView:
 
     Derived for a worker of both phases: ``batch``, the number of sequences that decode there; ``slowdown``, the factor
     by which they lengthen a prefill; ``gap_s``, the expected time between tokens of one more sequence, if its steps
-    compute prompts as often as recently.
+    compute prompts as often as recently; ``answer_s``, that gap and the seconds that a sequence adds to a step of each
+    of the others, and ``answer_context_s``, what each token of its context adds to them.
     """
 
     id: InstanceId
@@ -132,6 +133,8 @@ class WorkerView:
     batch: int = field(init=False)
     slowdown: float = field(init=False)
     gap_s: float = field(init=False)
+    answer_s: float = field(init=False)
+    answer_context_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.found(self.hit_blocks, self.coming_blocks)
@@ -159,7 +162,7 @@ class WorkerView:
             self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
         seats = self.max_num_seqs
         self.seat_s = step_s * (self.num_requests + 1 - seats) / seats if 0 < seats <= self.num_requests else 0.0
-        self.batch, self.slowdown, self.gap_s = 0, 1.0, 0.0
+        self.batch, self.slowdown, self.gap_s, self.answer_s, self.answer_context_s = 0, 1.0, 0.0, 0.0, 0.0
         if self.can_prefill and self.can_decode:
             self._derive_mixed(step_s)
 
@@ -174,13 +177,9 @@ class WorkerView:
         alone_s = decode.fixed_s + decode.sequence_s + added_s
         share = self.prefill_share
         self.gap_s = 1 / (share / (alone_s + chunk_s) + (1 - share) / alone_s)
-
-    def slowing_s(self, num_tokens: int) -> float:
-        """Return the seconds by which one more sequence of ``num_tokens`` lengthens each decode step."""
-        decode = self.decode_profile
-        if decode is None:
-            return STEP_SHARE_OF_A_SEQUENCE * (self.decode_step_s or ASSUMED_DECODE_STEP_S)
-        return decode.sequence_s + decode.token_s * num_tokens
+        self.answer_s = self.gap_s + self.batch * decode.sequence_s
+        self.answer_context_s = self.batch * decode.token_s
+        self.seat_s *= self.gap_s / step_s
 
     def _measured_batch_s(self, step_s: float, decode: DecodeProfile) -> float:
         """Return the seconds that the present sequences add to a step."""
@@ -305,6 +304,11 @@ class RoutingPolicy(Protocol):
         """Choose a worker to continue with KV held elsewhere; None if there is none."""
 
 
+def _load_bytes_per_s(worker: WorkerView) -> float:
+    """Return the worker's fastest way to load KV, as far as it has measured one."""
+    return max(worker.store_bytes_per_s, worker.peer_bytes_per_s)
+
+
 class Ranked(list[WorkerView]):
     """Workers able to do one phase, with separate ranking data: most need not be examined themselves.
 
@@ -322,7 +326,7 @@ class Ranked(list[WorkerView]):
         self.holders = [place for place, w in enumerate(self) if w.match_blocks]
         self.longest = max([self[place].match_blocks for place in self.holders], default=0)
         self.may_fetch = any(w.peer_bytes_per_s for w in self)
-        self.fastest = max([ASSUMED_STORE_BYTES_PER_S, *[w.store_bytes_per_s for w in self]])
+        self.fastest = max([ASSUMED_STORE_BYTES_PER_S, *map(_load_bytes_per_s, self)])
         self.place_of = {w.id: place for place, w in enumerate(self)}
         self.mixed = [place for place, w in enumerate(self) if w.can_prefill and w.can_decode]
 
@@ -332,8 +336,7 @@ class Ranked(list[WorkerView]):
         self.waits[place], self.batch_times[place] = worker.wait_s, worker.batch_s
         self.token_times[place] = worker.cost.token_s
         self.may_fetch |= worker.peer_bytes_per_s > 0
-        if worker.store_bytes_per_s > self.fastest:
-            self.fastest = worker.store_bytes_per_s
+        self.fastest = max(self.fastest, _load_bytes_per_s(worker))
 
 
 class Shown(list[WorkerView]):

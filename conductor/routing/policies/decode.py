@@ -115,8 +115,23 @@ def answer_cost_s(request: RequestView, worker: WorkerView) -> float:
     """Return the cost of the answer at ``worker`` once it has a seat, with its cost to the others there."""
     if not worker.can_prefill:
         return request.judged_share * worker.batch_s
-    token_s = worker.gap_s + worker.batch * worker.slowing_s(request.num_tokens)
-    return DECODE_WEIGHT * request.decoded_tokens * token_s
+    return DECODE_WEIGHT * request.decoded_tokens * (worker.answer_s + request.num_tokens * worker.answer_context_s)
+
+
+def costs_before_move(request: RequestView, able: Sequence[WorkerView]) -> list[float]:
+    """Return the cost of an answer prefilled elsewhere at each of ``able``, without its move.
+
+    All workers are examined for every request, so `answer_cost_s` is written out.
+    """
+    num_tokens, judged = request.num_tokens, request.judged_share
+    weight, answer_tokens = DECODE_WEIGHT * request.decoded_tokens, request.answer_tokens
+    return [
+        math.inf
+        if w.keeps_requests
+        else (weight * (w.answer_s + num_tokens * w.answer_context_s) if w.can_prefill else judged * w.batch_s)
+        + answer_tokens * w.seat_s
+        for w in able
+    ]
 
 
 def _move_cost_s(request: RequestView, worker: WorkerView, num_blocks: int) -> float:
@@ -133,22 +148,21 @@ def place_of_least_cost(request: RequestView, able: Ranked, prefill: WorkerView 
 def near_places(request: RequestView, able: Ranked, prefill: WorkerView | None) -> Sequence[int]:
     """Return the places, ascending, of all that could cost least; out of 64 that is a handful.
 
-    If some also prefill, these are all. Else these are the workers that hold some of the prompt or have prefilled it,
-    and of the others, which have to move all of it, those that with the fastest link would cost no more than the worker
-    with the smallest batch.
+    These are the workers that hold some of the prompt or have prefilled it, and of the others, which have to move all
+    of it, those that with the fastest link would cost no more than the cheapest one or the one that prefilled.
     """
-    if able.mixed:
-        return range(len(able))
-    batch_times, judged = able.batch_times, request.judged_share
-    least = batch_times.index(min(batch_times))
-    bound_s = _SLACK * decode_costs(request, [able[least]], prefill)[0]
-    if request.links is None:
-        bound_s -= _move_s(request, request.num_blocks, able.fastest) / _SLACK
-    least_s = bound_s / judged
-    near = {at for at, batch_s in enumerate(batch_times) if batch_s <= least_s}
-    near.update(able.holders, (least,))
+    costs = costs_before_move(request, able)
+    least = costs.index(min(costs))
+    near = {least, *able.holders}
+    bound_s = decode_cost_s(request, able[least], prefill)
     if prefill is not None and prefill.id in able.place_of:
         near.add(able.place_of[prefill.id])
+        bound_s = min(bound_s, decode_cost_s(request, prefill, prefill))
+    bound_s *= _SLACK
+    if request.links is None:
+        weight = MOVE_WEIGHT if len(able.mixed) == len(able) else 1.0
+        bound_s -= weight * _move_s(request, request.num_blocks, able.fastest) / _SLACK
+    near.update(at for at, cost_s in enumerate(costs) if cost_s <= bound_s)
     return sorted(near)
 
 
@@ -173,9 +187,9 @@ def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties)
 
 
 def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: WorkerView | None) -> list[Candidate]:
-    """Return ``decode_costs`` for people."""
+    """Return ``decode_costs`` for people, of the workers to which the KV can move."""
     costs = decode_costs(request, able, prefill)
-    return [_candidate(request, w, prefill, cost_s) for w, cost_s in zip(able, costs, strict=True)]
+    return [_candidate(request, w, prefill, cost) for w, cost in zip(able, costs, strict=True) if cost < math.inf]
 
 
 def _candidate(request: RequestView, worker: WorkerView, prefill: WorkerView | None, cost_s: float) -> Candidate:

@@ -58,6 +58,7 @@ from tanghulu.conductor.routing.policies.decode import (
     Ties,
     answer_cost_s,
     best_decode,
+    costs_before_move,
     decide,
     decode_cost_s,
     moving,
@@ -102,12 +103,11 @@ class _Scores:
         share = min(_MOST_SHARE, sum([able[place].prefill_share for place in able.mixed]) / len(able.mixed))
         self._mixed_load_weight = self._least_load_weight = load = min(self._load_weight, share / (1 - share))
         self._mixed_weight = self._weight * (load / self._load_weight if self._load_weight else 1.0)
-        request = self._request
-        able_to_take = [w for w in decoders(workers) if not w.keeps_requests and w.blocks_free >= self._num_blocks]
-        if able_to_take:
-            self._elsewhere = min(
-                able_to_take, key=lambda w: answer_cost_s(request, w) + request.answer_tokens * w.seat_s
-            )
+        takers = decoders(workers)
+        if takers:
+            costs = costs_before_move(self._request, takers)
+            taker = takers[costs.index(min(costs))]
+            self._elsewhere = None if taker.keeps_requests or taker.blocks_free < self._num_blocks else taker
 
     def of(self, worker: WorkerView) -> float:
         """Return the score of one worker."""

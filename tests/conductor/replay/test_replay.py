@@ -275,6 +275,7 @@ CHANGES = [
     ("max_batch", 4, {"workers": 4}),
     ("blocks", 300, {"workers": 4}),
     ("shared_cache", True, {"workers": 4}),
+    ("speeds", "0.5", {"workers": 4}),
 ]
 
 
@@ -365,7 +366,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("given", "named"),
         [({"workers": 4}, "--decode"), ({"workers": 4, "prefill": 8, "decode": 8, "order": "sjf"}, "--order"),
-         ({"chunk_tokens": 256}, "--chunk-tokens")],
+         ({"chunk_tokens": 256}, "--chunk-tokens"), ({"speeds": "1"}, "--speeds"),
+         ({"workers": 1, "speeds": "1,1", "prefill": 8, "decode": 8}, "--speeds"),
+         ({"workers": 2, "speeds": "1,-1", "prefill": 8, "decode": 8}, "--speeds"),
+         ({"workers": 2, "speeds": "1,fast", "prefill": 8, "decode": 8}, "--speeds")],
     )  # fmt: skip
     def test_options_of_the_other_kind_of_cluster_are_refused(self, given, named):
         with pytest.raises(ConfigError, match=f"{named} .*--workers"):

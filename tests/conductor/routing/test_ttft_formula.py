@@ -48,7 +48,7 @@ def _answer_s(w: WorkerView) -> float:
 
 def _seat_s(w: WorkerView) -> float:
     seats = w.max_num_seqs
-    return max(0, w.num_requests + 1 - seats) / seats * (w.decode_step_s or 0.02) * 64 if seats else 0.0
+    return max(0, w.num_requests + 1 - seats) / seats * _gap_s(w) * 64 if seats else 0.0
 
 
 def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], compute_s: float) -> float:
@@ -56,9 +56,8 @@ def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerVi
     num_blocks = -(-request.num_tokens // request.block_tokens)
     delay_s = 0.03 * max(0, w.num_requests - w.num_waiting) * min(compute_s, 0.1 * 64 * _gap_s(w))
     ways = [_answer_s(w)]
-    takers = [v for v in able if v.can_decode and v.blocks_free >= num_blocks]
-    if takers:
-        other = min(takers, key=lambda v: _answer_s(v) + _seat_s(v))
+    other = min((v for v in able if v.can_decode), key=lambda v: _answer_s(v) + _seat_s(v))
+    if other.blocks_free >= num_blocks:
         missing = (num_blocks - other.hit_blocks) * request.block_tokens
         token_s = (
             request.block_bytes / request.block_tokens / (other.peer_bytes_per_s or other.store_bytes_per_s or 1e9)
@@ -140,8 +139,8 @@ BUSY_WORKERS = st.lists(
 )
 def test_fast_scores_are_the_plain_formula_and_their_terms(workers, num_tokens, in_store, weight, load):
     request = RequestView(num_tokens, 64, 1 << 20, min(in_store, num_tokens // 64))
-    # One that only decodes, and is no place for an answer: it is full.
-    full = replace(worker("d", Role.DECODE), blocks_free=0)
+    # One that only decodes, and is no place for an answer.
+    full = worker("d", Role.DECODE, num_requests=1_000_000)
     decision = TtftMin(weight, load_weight=load).choose(request, [*workers, full])
     scores = {c.worker: c.score for c in decision.candidates if c.phase == "prefill"}
     expected = {w.id: _ttft_by_the_book(request, w, workers, weight, load) for w in workers}
