@@ -173,10 +173,10 @@ class TestDynamo:
     B = worker("b")
 
     def test_cost(self):
-        decision = Dynamo().choose(REQUEST, [self.A, self.B, self.D])
+        decision = Dynamo().choose(REQUEST, [self.A, self.B])
         assert {c.worker: c.score for c in decision.candidates if c.phase == "prefill"} == {"a": 330, "b": 200}
         assert decision.prefill == "b"
-        assert Dynamo(overlap_weight=10).choose(REQUEST, [self.A, self.B, self.D]).prefill == "a"
+        assert Dynamo(overlap_weight=10).choose(REQUEST, [self.A, self.B]).prefill == "a"
 
     def test_store_credit(self):
         request = structs.replace(REQUEST, store_hit_blocks=100)
@@ -184,7 +184,7 @@ class TestDynamo:
 
     def test_temperature_draws(self):
         policy = Dynamo(temperature=1.0)
-        drawn = [policy.choose(REQUEST, [self.A, self.B, self.D]).prefill for _ in range(200)]
+        drawn = [policy.choose(REQUEST, [self.A, self.B]).prefill for _ in range(200)]
         assert 20 < drawn.count("a") < 100  # exp(-1) / (1 + exp(-1)) of 200 are 54
 
 
