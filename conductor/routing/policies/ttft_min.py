@@ -32,9 +32,9 @@ The running sequences lengthen its prefills (``slowdown``), which lengthen their
 DELAY_WEIGHT times the batch, for each second of computing that its answers will last. The cost of decoding is
 `decode.decode_cost_s`. Load and copies are charged by the share of time r that these workers spend on prompts: r / (1 -
 r), up to the full charge, as the time until a later request is reached grows with it; when they are idle, a warm prefix
-is worth no wait. Example, batches of 30 and 5 at A and B, a prefill of 1 s, A with 0.2 s less queue, r 0.5: A scores
-0 + 1.2 + 1.2 + 0.9 s for the delay of 30 answers, B 0.2 + 1.03 + 1.03 + 0.15: the prompt goes to B, the answer to the
-worker with the shortest gaps if that is worth moving its KV.
+is worth no wait. Example: A runs 30 sequences, which make its prefills 1.2 times as long, B runs 5 and has 0.2 s of
+queue; a prefill takes 1 s, r is 0.5, and an answer 12 s. A scores 1.2 + 1.2 + 0.03 * 30 * 1.2 = 3.5 s, B 0.2 + 1.03 +
+1.03 + 0.03 * 5 * 1.03 = 2.4 s: B computes the prompt, and its answer runs where that costs least, move included.
 """
 
 from __future__ import annotations

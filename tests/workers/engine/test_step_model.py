@@ -96,3 +96,22 @@ def test_a_worker_may_say_that_it_reads_from_no_other() -> None:
     assert meter.speeds.peer_bytes_per_s == 1e9
     meter.read_from_peer(1 << 20, 0.5)
     assert meter.speeds.peer_bytes_per_s == 2 << 20
+
+
+def test_the_share_of_time_spent_on_prompts_fades() -> None:
+    """Ten seconds of prompts, then decodes: the example of `BusyShare`."""
+    now = [100.0]
+    meter = SpeedMeter(now_s=lambda: now[0])
+    assert meter.speeds.prefill_share == 0
+    for _ in range(100):
+        now[0] += 0.1
+        meter.step(512, 1, 0.1)
+    assert meter.speeds.prefill_share == pytest.approx(0.632, abs=1e-3)
+    for _ in range(100):
+        now[0] += 0.1
+        meter.step(8, 8, 0.02)
+    assert meter.speeds.prefill_share == pytest.approx(0.233, abs=1e-3)
+    for _ in range(1000):
+        now[0] += 0.1
+        meter.step(264, 8, 0.05)
+    assert meter.speeds.prefill_share == pytest.approx(0.5, abs=0.01)
