@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
-from tanghulu.conductor.inference.generation import TextRules
+from tanghulu.conductor.inference.generation import AnswerReader, TextRules
 from tanghulu.conductor.inference.grammars import MAX_GRAMMAR_CHARS
 from tanghulu.conductor.inference.messages import Message
 from tanghulu.conductor.inference.schema import (
@@ -38,7 +38,7 @@ from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
 from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
 from tanghulu.conductor.tools.events import AnswerParser
-from tanghulu.conductor.tools.reasoning import is_open
+from tanghulu.conductor.tools.reasoning import PlainAnswer, is_open
 from tanghulu.hashing import Tokens
 from tanghulu.session.sampling import MAX_LOGPROBS, PromptScoring, Sampling, StopRule
 from tanghulu.types import RequestId
@@ -65,17 +65,21 @@ N = TypeVar("N", int, float)
 class ParsedRequest:
     """A validated body ready to run: its sequences (prompt major, choices minor), and the text rules of each.
 
-    ``new_parser`` makes the parser of a chat's answer if that may be more than text; its first ``most_calls`` calls
-    count, or all; ``markers`` are the special tokens the parser needs.
+    ``new_parser`` makes the parser of an answer; its first ``most_calls`` calls count, or all; ``markers`` are the
+    special tokens the parser needs.
     """
 
     model: ServedModel
     requests: list[GenerationRequest]
     rules: list[TextRules]
     num_choices: int
-    new_parser: Callable[[], AnswerParser] | None = None
+    new_parser: Callable[[], AnswerParser] = PlainAnswer
     most_calls: int | None = None
     markers: tuple[str, ...] = ()
+
+    def new_reader(self) -> AnswerReader:
+        """Return the reader of one sequence's answer."""
+        return AnswerReader(self.new_parser(), self.most_calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ def _with_calls(
     elif free:
         parsed = _with_grammar(parsed, lark=calls.strict_grammar(parsed.model, form))
     new_parser = calls.new_parser(form, free, opened)
-    markers = form.markers if new_parser is not None and not calls.forced else ()
+    markers = form.markers if new_parser is not PlainAnswer and not calls.forced else ()
     return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)
 
 

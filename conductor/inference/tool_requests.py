@@ -104,8 +104,8 @@ class WantedCalls:
         _check_length(len(text))
         return text
 
-    def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser] | None:
-        """Return a factory for the parser of each choice; None if the answer is plain text.
+    def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser]:
+        """Return a factory for the parser of each choice.
 
         ``free``: no grammar of the client constrains the text, which otherwise begins with its match; ``opened``: the
         prompt ends inside reasoning.
@@ -115,7 +115,7 @@ class WantedCalls:
             return lambda: forced_parser(form.tool_calls, names, only)
         reads_calls = bool(names) and form.tool_calls != NONE
         if form.reasoning == NONE or not free:
-            return (lambda: call_parser(form.tool_calls, names)) if reads_calls else None
+            return (lambda: call_parser(form.tool_calls, names)) if reads_calls else PlainAnswer
 
         def behind_reasoning() -> AnswerParser:
             answer = call_parser(form.tool_calls, names) if reads_calls else PlainAnswer()
