@@ -13,14 +13,13 @@ from tanghulu.conductor.pool_router import main as pools_main
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing_service.api import Hasher, RouterApi
 from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.service import RoutingService
-from tanghulu.conductor.routing_service.types import Hasher
-from tanghulu.conductor.routing_service.vllm_events import EventSource, parse_sources
-from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.conductor.routing_service.vllm_events import EventSource, VllmFollower, parse_sources
 from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNetworks
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
@@ -96,15 +95,16 @@ class RouterServer:
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
         self._server = Server(config, config.host)
         self.address = self.grpc_address = Address("", 0)
-        self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
+        self.api = RouterApi(self.service, config.hasher(), SystemClock())
+        self._registry = registry
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[RouterServer]:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         client = RelayClient(config.silence_timeout_s, config.tls)
-        generator = Generator(self.service, self._hasher, self._clock, client)
-        routes = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
+        generator = Generator(self.api, SystemClock(), client)
+        routes = make_app(self.api, self._registry, config.max_body_size, generator)
         app = self._server.authorized(routes, route_rights.ROUTING_SERVICE)
         async with (
             contextlib.aclosing(generator),
@@ -121,7 +121,7 @@ class RouterServer:
         authorizer = None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS)
         options = {MOST_CONNECTIONS: config.max_connections}
         rpc = guarded_server(config.max_connections, authorizer, options, shares=KEYS)
-        servicer = RouterServicer(self.service, self._hasher, self._clock, generator, keys)
+        servicer = RouterServicer(self.api, generator, keys)
         router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
         where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
         self.grpc_address = listen_grpc(rpc, where, tls, mutual=config.tls_mutual, flag="--grpc-port")

@@ -164,9 +164,12 @@ async def test_who_cannot_is_passed_over(scene: Scene, status: int):
         ({"text": "hello"}, "input_ids"),
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [-1]}, "input_ids"),
-        ({"input_ids": [1], "routing": {"speed": 1}}, "routing has other fields"),
-        ({"input_ids": [1], "routing": {"policy": "x"}}, "policy 'x' is unknown"),
-        ({"input_ids": [1], "routing": {"weights": {"alpha": "x"}}}, "are numbers"),
+        ({"input_ids": [1], "routing": {"speed": 1}}, "routing: speed: Extra inputs are not permitted"),
+        ({"input_ids": [1], "routing": {"policy": "x"}}, "routing: policy 'x' is unknown"),
+        (
+            {"input_ids": [1], "routing": {"weights": {"alpha": "x"}}},
+            "routing: weights.alpha: Input should be",
+        ),
     ],
 )
 async def test_what_is_wrong_is_said(scene: Scene, body: dict, text: str):
