@@ -49,8 +49,8 @@ def test_a_token_says_whose_it_is(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "no token"),
-        (ENTRY + "x = 1\n", "'x' is unknown"),
-        (ENTRY.replace("read", "fly"), "'fly' is unknown"),
+        (ENTRY + "x = 1\n", "unknown field `x`"),
+        (ENTRY.replace("read", "fly"), "value 'fly'"),
         (ENTRY.replace("read", "admin"), "'admin' is for operators, because it sees all"),
         (ENTRY.replace("read", "metrics"), "'metrics' is for operators"),
         (
