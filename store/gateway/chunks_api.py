@@ -15,7 +15,6 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.admin import orders
 from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
-from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, Patience
 from tanghulu.store.gateway.values_api import check_for_change
@@ -67,7 +66,7 @@ def router(gateway: Gateway) -> APIRouter:
         """404 if there is none."""
         async with gateway.store(request.headers) as store:
             await check_for_change(request, store, key)
-            removal = await perform_async(store, orders.remove([key]))
+            removal = await orders.remove(store, [key])
         removal.complain()
         return removal.row()
 
@@ -84,7 +83,7 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
         if regex is not None:
             keys = await matching(regex, keys, _MATCH_S)
         if keys:
-            total = total.plus(await perform_async(store, orders.remove(keys)))
+            total = total.plus(await orders.remove(store, keys))
         if more:
             patience.left_s()
     if total.failure is not None:
