@@ -22,7 +22,8 @@ from msgspec import structs
 
 from tanghulu.auth.api_keys import ApiKey
 from tanghulu.conductor.dispatch.router import with_both_phases
-from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.index.events import events_of
+from tanghulu.conductor.index.prefix_index import PrefixIndex, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
@@ -204,12 +205,8 @@ class RoutingService:
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:
         """Apply an event of a worker's cache. Raises InvalidRequest for an unknown worker."""
         self._target(worker)
-        if change.cleared:
-            self.index.apply(Cleared(worker))
-        if change.removed:
-            self.index.apply(Removed(worker, change.removed))
-        if change.stored:
-            self.index.apply(Stored(worker, change.stored))
+        for event in events_of(worker, change):
+            self.index.apply(event)
 
     def dump_events(self) -> Iterator[Stored]:
         """Yield events that turn an empty index into this one."""
