@@ -224,12 +224,8 @@ class Forwarder:
         if answer.content is not None:
             yield answer.content
             return
-        try:
-            async for piece in self._client.pieces(answer.response):
-                yield piece
-        except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
-            raise NodeUnavailable(f"the conductor of pool {answer.pool} broke off its answer") from error
+        async for piece in self._client.pieces(answer.response, f"the conductor of pool {answer.pool}"):
+            yield piece
 
     def _end(self, answer: _PoolAnswer) -> None:
         """End a forwarded request: its answer was passed on, or its client has left."""

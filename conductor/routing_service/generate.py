@@ -81,14 +81,11 @@ class Generator:
 
     async def _pieces(self, parsed: _ParsedGenerate, response: httpx.Response) -> AsyncIterator[bytes]:
         began = False
-        try:
-            async for piece in self._client.pieces(response):
-                if not began:
-                    began = True
-                    self._prefilled(parsed)
-                yield piece
-        except httpx.HTTPError as error:
-            raise NodeUnavailable(f"the worker broke off its answer: {reason(error)}") from error
+        async for piece in self._client.pieces(response, "the worker"):
+            if not began:
+                began = True
+                self._prefilled(parsed)
+            yield piece
 
     def _prefilled(self, parsed: _ParsedGenerate) -> None:
         if self._service.has_request(parsed.request_id, parsed.caller):  # its worker may have been removed meanwhile

@@ -203,11 +203,12 @@ _RIGHTS: Final = {need: KeyRight(need.value) for need in (Need.INFERENCE, Need.M
 
 
 class RouteRights:
-    """The requirements of an application's routes, by their paths in the application; other paths need any key."""
+    """The requirements of an application's routes, named by their ``paths`` there; other paths need any key."""
 
-    def __init__(self, table: Mapping[str, Need]) -> None:
-        self.table = dict(table)
-        self._patterns = [(compile_path(path)[0], need) for path, need in table.items()]  # matched like the application
+    def __init__(self, paths: Mapping[Need, Iterable[str]]) -> None:
+        self.table = {path: need for need, named in paths.items() for path in named}
+        # matched like the application
+        self._patterns = [(compile_path(path)[0], need) for path, need in self.table.items()]
 
     def of(self, path: str) -> Need:
         """Return the requirement of a request for ``path``."""
