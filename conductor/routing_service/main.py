@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -24,8 +25,7 @@ from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNe
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
-from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, GrpcKeyAuthorizer, guarded_server
-from tanghulu.rpc.grpc_edge import listen as listen_grpc
+from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import SecretOptions
@@ -118,19 +118,15 @@ class RouterServer:
     @contextlib.asynccontextmanager
     async def _serving_grpc(self, generator: Generator, server: HttpServer) -> AsyncIterator[None]:
         config, keys = self.config, self._server.keys
-        authorizer = None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS)
-        options = {MOST_CONNECTIONS: config.max_connections}
-        rpc = guarded_server(config.max_connections, authorizer, options, shares=KEYS)
-        servicer = RouterServicer(self.api, generator, keys)
-        router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
-        where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
-        self.grpc_address = listen_grpc(rpc, where, tls, mutual=config.tls_mutual, flag="--grpc-port")
-        await rpc.start()
+        add = partial(router_pb2_grpc.add_RouterServicer_to_server, RouterServicer(self.api, generator, keys))
+        port = GrpcPort(config, add, keys, RIGHTS)
+        await port.start(Address(config.host, config.grpc_port))
+        self.grpc_address = port.address
         try:
             yield
         finally:
             server.stop()
-            await rpc.stop(config.grace_s)
+            await port.stop(config.grace_s)
 
     def _follower(self, source: EventSource) -> VllmFollower:
         """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""

@@ -175,8 +175,6 @@ MAX_REQUEST_BYTES: Final = 256 << 20
 #: Seconds that a call may wait for room, and then for its message: fewer, so that turns come in time.
 WAIT_S: Final = 30.0
 REQUEST_S: Final = 20.0
-#: For a server with its own listener: connections beyond it are closed, to leave descriptors for other ports.
-MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 
 
 class Shares(NamedTuple):
