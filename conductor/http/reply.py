@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -36,7 +36,6 @@ from tanghulu.web.errors import BadField, WrongContentType, body_of, from_valida
 #: Names of the prompt in the code shared by all APIs.
 _PROMPT_FIELDS = ("prompt", "messages")
 B = TypeVar("B", bound=Body)
-M = TypeVar("M", bound=BaseModel)
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -124,46 +123,20 @@ async def parse_held(model: type[B], body: bytes | memoryview, service: Service,
     return parsed
 
 
-async def parse(model: type[M], body: bytes) -> M:
-    """Parse ``body`` as ``model``, in a thread if it is long. Raises BadField."""
-    is_large = len(body) > INLINE_BYTES
-    await made_ready(is_large, check_marks, body)
-    return await made_ready(is_large, _parse, model, body)
-
-
-def _parse(model: type[M], body: bytes) -> M:
-    with _faults_named():
-        given = _decoded(body)
-        if isinstance(given, dict) and len(given) > len(model.model_fields):
-            raise BadField(f"the body has {len(given)} fields; there are {', '.join(model.model_fields)}")
-        return model.model_validate(given)
-
-
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:
     """Parse ``body`` as ``model``, and drop foreign fields. Raises BadField."""
-    with _faults_named():
-        given = _decoded(body)
+    plain = body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body
+    try:
+        given = msgspec.json.decode(plain)
         if not isinstance(given, dict):
             raise BadField("the body is no JSON object")
         parsed = model.model_validate(given)
-    parsed.drop_foreign()
-    return parsed
-
-
-def _decoded(body: bytes | memoryview) -> Any:
-    """Return the JSON value of ``body``, which may begin with a byte order mark."""
-    return msgspec.json.decode(body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body)
-
-
-@contextlib.contextmanager
-def _faults_named() -> Iterator[None]:
-    """Convert validation errors of a body to BadField."""
-    try:
-        yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField(f"the body is not JSON: {error}") from None
     except ValidationError as error:
         raise from_validation(error) from None
+    parsed.drop_foreign()
+    return parsed
 
 
 def event(payload: str) -> bytes:

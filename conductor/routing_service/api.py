@@ -137,8 +137,8 @@ def _hashes(values: Iterable[bytes | str | int]) -> list[BlockHash]:
     """Return the block hashes of a message: bytes, hex, or 64-bit numbers."""
     try:
         hashes = [BlockHash(value if type(value) is bytes else _bytes_of(value)) for value in values]
-    except ValueError as error:
-        raise InvalidRequest(f"a block hash is not hex: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequest(f"a block hash is neither hex nor a number of 64 bits: {error}") from None
     if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
         raise InvalidRequest(f"a block hash must have 1 to {MAX_HASH_BYTES} bytes")
     return hashes

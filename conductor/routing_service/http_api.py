@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Request
+from msgspec import Meta, Struct
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from tanghulu.conductor.http.reply import parse, read_body
-from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
+from tanghulu.conductor.http.reply import read_body
+from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.pool_router.relaying import Relay
 from tanghulu.conductor.routing_service.api import MAX_HASH_BYTES, RouterApi
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.service import Best, RoutingClient, RoutingService
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
+from tanghulu.errors import InvalidRequest
 from tanghulu.types import InstanceId
 from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.routes import add_metrics, check_path, rest
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Count = Annotated[int, Field(ge=0, lt=1 << 32)]
-Speed = Annotated[float, Field(ge=0)]
-Hash = Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=2, max_length=2 * MAX_HASH_BYTES)]
-Hashes = Annotated[list[Hash], Field(fail_fast=True)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Speed = Annotated[float, Meta(ge=0)]
+Hash = int | Annotated[str, Meta(min_length=2, max_length=2 * MAX_HASH_BYTES)]
 
 
-class StrictBody(BaseModel):
-    """A body with strict types and no unknown fields: a misspelt field would silently have no effect."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
+class StrictBody(Struct, forbid_unknown_fields=True):
+    """A body without unknown fields: a misspelt field would silently have no effect."""
 
 
 class WorkerBody(StrictBody):
@@ -61,21 +61,21 @@ class EventsBody(StrictBody):
     """POST /publish_events; ``cleared`` comes before ``stored``."""
 
     worker: Name
-    stored: Hashes = Field(default_factory=list)
-    removed: Hashes = Field(default_factory=list)
+    stored: list[Hash] = []
+    removed: list[Hash] = []
     cleared: bool = False
 
 
 class QuestionBody(StrictBody):
     """POST /best_worker, /overlaps, /potential_loads."""
 
-    block_hashes: Hashes = Field(default_factory=list)
-    tokens: Annotated[list[Count], Field(fail_fast=True)] | None = None
+    block_hashes: list[Hash] = []
+    tokens: list[Count] = []
     num_tokens: Count = 0
     request_id: str = ""
     session: str = ""
     policy: str = ""
-    weights: Annotated[dict[str, float], at_most(MAX_LABELS)] = Field(default_factory=dict)
+    weights: dict[str, float] = {}
     prefill_worker: str = ""
     decode_worker: str = ""
     explain: bool = False
@@ -94,8 +94,9 @@ def make_app(api: RouterApi, registry: CollectorRegistry, max_body_bytes: int, g
 
     def add(path: str, model: type[StrictBody], call: Callable[..., Any], method: str = "POST") -> None:
         async def route(request: Request) -> Any:
-            body = await parse(model, await read_body(request, max_body_bytes))
-            return _shown(call(body, _caller(request)))
+            body = await read_body(request, max_body_bytes)
+            parsed = await made_ready(len(body) > INLINE_BYTES, _parse, model, body)
+            return _shown(call(parsed, _caller(request)))
 
         app.add_api_route(path, route, methods=[method], name=call.__name__, description=call.__doc__)
 
@@ -153,6 +154,14 @@ def _add_workers(app: FastAPI, service: RoutingService) -> None:
     async def dump_events() -> list[dict[str, Any]]:
         """Return events that turn an empty index into this one."""
         return [{"worker": event.holder, "stored": [h.hex() for h in event.blocks]} for event in service.dump_events()]
+
+
+def _parse(model: type[StrictBody], body: bytes) -> StrictBody:
+    check_marks(body)
+    try:
+        return msgspec.json.decode(body, type=model)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is malformed: {error}") from None
 
 
 def _shown(result: Any) -> Any:

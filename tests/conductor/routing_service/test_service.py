@@ -299,7 +299,7 @@ async def test_a_requests_life_over_http(served):
         ("/best_worker", {"polcy": "linear"}, "polcy"),
         ("/best_worker", {"policy": "best"}, "best"),
         ("/best_worker", {"weights": {"speed": 1.0}}, "speed"),
-        ("/best_worker", {"block_hashes": ["zz"]}, "not hex"),
+        ("/best_worker", {"block_hashes": ["zz"]}, "neither hex"),
         ("/best_worker", {"block_hashes": ["00"], "tokens": [1]}, "either"),
         ("/add_request", {"prefill_worker": "p"}, "request_id"),
         ("/report_load", {"worker": "nobody"}, "nobody"),
