@@ -137,7 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> None:
         if self.stopping:
-            raise NodeUnavailable("the conductor is stopping; send the request to another one, or a little later")
+            raise NodeUnavailable("the conductor is shutting down; send the request to another one or retry later")
         parsed = await self._parsed(message, context, caller)
         call = self._service.start(message.request_id or uuid.uuid4().hex, parsed)
         caller.request_id = call.id
@@ -159,7 +159,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             remaining_s = context.time_remaining()
             if remaining_s is not None:
                 if remaining_s <= 0:
-                    raise DeadlineExceeded("the deadline of the call has passed")
+                    raise DeadlineExceeded("the call's deadline has passed; set a longer one")
                 body.request_timeout = min(remaining_s, _LONGEST_S)
             origin = Origin(caller.x_request_id, caller.trace, caller.began_s, time.monotonic())
             body.came_from(caller.sender, caller.key, origin)
@@ -193,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with asyncio.timeout(self.stall_s):
                 await context.write(reply)
         except TimeoutError:
-            raise DeadlineExceeded(f"the client has read nothing for {self.stall_s:g} s") from None
+            raise DeadlineExceeded(f"aborted: the client read nothing for {self.stall_s:g} s") from None
 
     # --- wrapper of each method
 
@@ -214,7 +214,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise asyncio.CancelledError from None
         except Exception as bug:  # noqa: BLE001 - a bug ends only its own call, and is logged
             _log.error("grpc.bug", method=name, exc_info=bug)
-            error = TanghuluError("internal error of the conductor; its log has the trace")
+            error = TanghuluError("internal error of the conductor; see the traceback in its log")
             status = grpc.StatusCode.INTERNAL
         finally:
             labels = (name, status.name, caller.model)

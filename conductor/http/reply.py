@@ -102,11 +102,11 @@ def check_content_type(request: Request) -> None:
     """Reject a body declared as other than plain JSON. Raises WrongContentType."""
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
-        raise WrongContentType(f"the body has content-encoding {coding[:64]!r}; send it without compression")
+        raise WrongContentType(f"content-encoding {coding[:64]!r} is not supported; send the body uncompressed")
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not kind.endswith("+json"):
-        raise WrongContentType(f"the body is {kind[:64]!r}; send JSON, and say content-type: application/json")
+        raise WrongContentType(f"content-type {kind[:64]!r} is not supported; send JSON as application/json")
 
 
 async def parse_held(model: type[B], body: bytes | memoryview, service: Service, held: contextlib.ExitStack) -> B:
@@ -129,7 +129,7 @@ def parse_fields(model: type[B], body: bytes | memoryview) -> B:
     try:
         given = msgspec.json.decode(plain)
         if not isinstance(given, dict):
-            raise BadField("the body is no JSON object")
+            raise BadField("the body is not a JSON object")
         parsed = model.model_validate(given)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField(f"the body is not JSON: {error}") from None
@@ -179,7 +179,7 @@ def dumps_large(value: Any) -> bytes:
     return b"[%b]" % b",".join([dumps(each)[1:-1].encode() for each in slices])
 
 
-async def hung_up(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -196,7 +196,7 @@ class _Watched(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         state |= {"request_id": self._call.id, "model": self._call.model.card.model}
-        watch = asyncio.ensure_future(hung_up(receive))
+        watch = asyncio.ensure_future(disconnected(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
             await self.answer(scope, send)

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
-from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
+from tanghulu.conductor.http.reply import DONE, disconnected, dumps, event
 from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.pacing import SILENT_HOST_S, dead_peer_options
 from tanghulu.runtime.tasks import cancelled
@@ -160,7 +160,7 @@ class Relay(Response):
         self._answer: RelayedAnswer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(hung_up(receive))
+        watch = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._work(send))
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)

@@ -176,7 +176,7 @@ class RoutingService:
             self._worker_views = WorkerViews(self.workers)
             return
         if len(self._targets) >= MAX_WORKERS:
-            raise Overloaded(f"there are {MAX_WORKERS} workers already")
+            raise Overloaded(f"there are {MAX_WORKERS} workers already; remove one first")
         self._targets[worker] = RoutableWorker(worker, role, place, LoadTracker(), url=url)
         self._worker_views = WorkerViews(self.workers)
         self.report(worker, WorkerLoad())
@@ -233,7 +233,7 @@ class RoutingService:
         shown = restricted(every, query.overrides)
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
-            raise NodeUnavailable("no worker is registered that could take the request")
+            raise NodeUnavailable("no worker that could take the request is registered")
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
         if request_id:
@@ -270,7 +270,7 @@ class RoutingService:
         name = caller.request(request_id)
         added = self._added.get(name)
         if added is None:
-            raise InvalidRequest(f"request {request_id!r} is not under way")
+            raise InvalidRequest(f"request {request_id!r} is not in progress")
         if added.prefilled:
             return
         added.prefilled = True
@@ -342,7 +342,7 @@ class RoutingService:
     def _target(self, worker: InstanceId) -> RoutableWorker:
         target = self._targets.get(worker)
         if target is None:
-            raise InvalidRequest(f"worker {worker!r} is unknown; there is {', '.join(self._targets) or 'none'}")
+            raise InvalidRequest(f"worker {worker!r} is unknown; registered: {', '.join(self._targets) or 'none'}")
         return target
 
     def _request(self, query: RoutingQuery) -> RequestView:
@@ -363,11 +363,11 @@ class RoutingService:
     ) -> None:
         name, client = caller.request(request_id), caller.client
         if name in self._added:
-            raise InvalidRequest(f"request {request_id!r} is under way already")
+            raise InvalidRequest(f"request {request_id!r} is already in progress")
         if len(self._added) >= MAX_REQUESTS:
-            raise Overloaded(f"{MAX_REQUESTS} requests are under way; free those that have ended")
+            raise Overloaded(f"{MAX_REQUESTS} requests are in progress; free those that have ended")
         if client and self._num_of[client] >= MAX_REQUESTS_PER_KEY:
-            raise Overloaded(f"{MAX_REQUESTS_PER_KEY} requests of this key are under way; free those that have ended")
+            raise Overloaded(f"{MAX_REQUESTS_PER_KEY} requests of this key are in progress; free those that have ended")
         request, target = self._request(query), self._targets[prefill.id]
         rest_tokens = request.rest_tokens(prefill.match_blocks)
         self._added[name] = _Added(client, target, decode, query.hashes, request.num_blocks)

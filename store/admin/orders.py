@@ -63,7 +63,7 @@ async def _views(store: AsyncClient, node: str) -> list[NodeView]:
     views = await store.nodes()
     if node and all(view.id != node for view in views):
         known = ", ".join(view.id for view in views) or "none"
-        raise NodeNotFound(f"no node is called {node!r}; there are: {known}")
+        raise NodeNotFound(f"node {node!r} is unknown; the nodes are: {known}")
     return views
 
 
@@ -106,14 +106,14 @@ class RemovalOutcome:
         num_removed = self.num_removed + other.num_removed
         return RemovalOutcome(num_removed, self.missing + other.missing, self.failure or other.failure)
 
-    def complain(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the failure, if any, or ChunkNotFound for missing keys."""
         if self.failure is not None:
             raise self.failure
-        complain_of(self.missing)
+        raise_missing(self.missing)
 
 
-def complain_of(missing: Sequence[str]) -> None:
+def raise_missing(missing: Sequence[str]) -> None:
     """Raise ChunkNotFound for keys missing from the store, if any."""
     if missing:
         raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
@@ -156,7 +156,7 @@ async def drain(
     began_s = time.monotonic()
     views = await _views(store, node)
     if all(view.draining for view in views if view.id != node):
-        raise Conflict(f"no other node takes chunks: start one before {node} is drained")
+        raise Conflict(f"no other node accepts chunks; start one before draining {node}")
     await store.drain(node)
     num_chunks = await _until_drained(store, node, began_s, timeout_s, on_view) if wait else 0
     seconds = round(time.monotonic() - began_s, 3)
@@ -171,9 +171,9 @@ async def _until_drained(
     while True:
         view = next((view for view in await store.nodes() if view.id == node), None)
         if view is None:
-            raise NodeUnavailable(f"{node} is gone; what only it held is lost")
+            raise NodeUnavailable(f"{node} left before it was drained; chunks held only there are lost")
         if was_draining and not view.draining:
-            raise Conflict(f"somebody undrained {node}")
+            raise Conflict(f"{node} was undrained by somebody else")
         was_draining = view.draining
         on_view(view)
         if view.drained:

@@ -65,7 +65,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
                 length = (await store.stat(request.key)).size_bytes - request.offset
             if length > MAX_VALUE_BYTES:
                 raise InvalidRequest(
-                    f"{format_size(length)} of {request.key!r} do not fit into a message of gRPC; get at most "
+                    f"{format_size(length)} of {request.key!r} exceed a gRPC message; get at most "
                     f"{format_size(MAX_VALUE_BYTES)} with offset and length, or the whole value over HTTP"
                 )
             self._hold(max(length, 0), context)
@@ -155,11 +155,11 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 def _pin(number: int) -> str:
     name = _PINS.get(number)
     if name is None:
-        raise InvalidRequest(f"pin {number} is none of {', '.join(_PIN_NUMBERS)}")
+        raise InvalidRequest(f"pin {number} is unknown; use one of {', '.join(_PIN_NUMBERS)}")
     return name
 
 
 def _bounded(keys: Sequence[str]) -> list[str]:
     if len(keys) > KEYS_PER_PAGE:
-        raise InvalidRequest(f"{len(keys)} keys in one call are more than {KEYS_PER_PAGE}; send them in several")
+        raise InvalidRequest(f"{len(keys)} keys in one call; the limit is {KEYS_PER_PAGE}, so split them")
     return list(keys)

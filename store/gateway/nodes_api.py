@@ -37,7 +37,7 @@ class EvictBody(CheckedBody):
         """Return (keys, bytes); raises InvalidRequest unless exactly one of the two is given."""
         num_bytes = parse_size(self.bytes)
         if num_bytes > MAX_VALUE_BYTES or bool(self.keys) == bool(num_bytes):
-            raise InvalidRequest('say either "keys" or "bytes" above 0, at most 1 TiB')
+            raise InvalidRequest('give either "keys" or "bytes", above 0 and at most 1 TiB')
         return self.keys, num_bytes
 
 
@@ -77,7 +77,7 @@ def _orders_to_one(api: APIRouter, gateway: Gateway) -> None:
     ) -> Row:
         """The node takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if too long)."""
         if wait_s > gateway.config.request_s:
-            raise InvalidRequest(f"wait_s={wait_s:g} is longer than a request may take: {gateway.config.request_s:g} s")
+            raise InvalidRequest(f"wait_s={wait_s:g} exceeds the limit of a request, {gateway.config.request_s:g} s")
         async with gateway.store(request.headers) as store:
             return await orders.drain(store, node, wait=wait_s > 0, timeout_s=wait_s)
 
@@ -132,7 +132,7 @@ def _orders_to_all(api: APIRouter, gateway: Gateway) -> None:
                 async with asyncio.timeout(gateway.config.request_s), gateway.store(request.headers) as store:
                     report = await check(store, with_repair=repair)
             except TimeoutError:
-                raise DeadlineExceeded(f"the check was not done after {gateway.config.request_s:g} s") from None
+                raise DeadlineExceeded(f"the check was not finished after {gateway.config.request_s:g} s") from None
         return report.row()
 
 

@@ -105,19 +105,19 @@ class ApiKeyTable:
         for key in keys:
             self._add(key)
         if len(self.keys) > MAX_KEYS:
-            raise ConfigError(f"{len(self.keys)} keys are more than {MAX_KEYS}")
+            raise ConfigError(f"{len(self.keys)} keys; the limit is {MAX_KEYS}")
 
     def _add(self, key: ApiKey) -> None:
         if not _NAME.fullmatch(key.name):
-            raise ConfigError(f"key {key.name!r}: a name has 1 to 63 of letters, digits and _ . @ -")
+            raise ConfigError(f"key {key.name!r}: a name must have 1 to 63 letters, digits and _ . @ -")
         if key.name in self.keys:
-            raise ConfigError(f"two keys are called {key.name!r}")
+            raise ConfigError(f"two keys are named {key.name!r}")
         if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
             raise ConfigError(f"key {key.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu keys create`")
         if key.sha256 in self._by_hash:
-            raise ConfigError(f"keys {self._by_hash[key.sha256].name!r} and {key.name!r} are the same")
+            raise ConfigError(f"keys {self._by_hash[key.sha256].name!r} and {key.name!r} have the same sha256")
         if not key.rights:
-            raise ConfigError(f"key {key.name!r} has no rights")
+            raise ConfigError(f"key {key.name!r} has no rights; give at least one")
         self.keys[key.name] = self._by_hash[key.sha256] = key
 
     def authenticate(self, shown: str, now_unix_s: float | None = None) -> ApiKey:

@@ -60,7 +60,7 @@ class PrivateFile(Generic[R, T]):
                 status = os.fstat(file.fileno())
                 mode = stat.S_IMODE(status.st_mode)
                 if mode & 0o077 and not _is_mounted_secret(status):
-                    raise ConfigError(f"{self._path} can be read by others (mode {mode:04o}): chmod 600")
+                    raise ConfigError(f"{self._path} is readable by others (mode {mode:04o}); set its mode to 600")
                 return (status.st_ino, status.st_mtime_ns, status.st_size), file.read(_MAX_BYTES)
         except OSError as error:
             raise ConfigError(f"cannot read {self._called}: {error.strerror}") from error
@@ -95,4 +95,4 @@ def expiry_unix_s(what: str, value: Any) -> float | None:
             value = value.replace(tzinfo=datetime.UTC)
         return float(value.timestamp())
     except (ValueError, AttributeError):
-        raise ConfigError(f"{what}: expires {value!r} is no date or time") from None
+        raise ConfigError(f"{what}: expires {value!r} is not a date or time") from None

@@ -226,7 +226,7 @@ def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Maste
         print_json(outcome.row())
     else:
         click.echo(f"removed {outcome.num_removed}")
-    outcome.complain()
+    outcome.raise_failure()
 
 
 def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:

@@ -100,7 +100,7 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
         print_json(evicted)
     else:
         _show_evicted(evicted)
-    orders.complain_of(missing)
+    orders.raise_missing(missing)
 
 
 def _show_evicted(evicted: Row) -> None:
@@ -135,7 +135,7 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
         print_json(outcome)
     else:
         click.echo(f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
-    orders.complain_of(missing)
+    orders.raise_missing(missing)
 
 
 @click.command(short_help="Follow what is stored and removed.")
