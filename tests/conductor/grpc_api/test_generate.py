@@ -192,7 +192,7 @@ async def test_all_that_can_be_sampled_by_reaches_the_worker(served):
 
 
 BAD = [
-    (pb.GenerateRequest(), "INVALID_ARGUMENT", "give one of text, texts, input_ids, input_id_lists and chat"),
+    (pb.GenerateRequest(), "INVALID_ARGUMENT", "give one of text, texts, input_ids, input_id_lists, chat"),
     (pb.GenerateRequest(texts=pb.Texts()), "INVALID_ARGUMENT", "the list of prompts is empty"),
     (pb.GenerateRequest(input_id_lists=pb.TokenIdLists(lists=[pb.TokenIds()])), "INVALID_ARGUMENT", "prompt"),
     (
