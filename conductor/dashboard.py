@@ -184,7 +184,7 @@ def router(dashboard: Dashboard) -> APIRouter:
     async def events(request: Request) -> Response:
         """Stream the contents of the page once a second as server-sent events."""
         if dashboard.num_watchers >= MAX_WATCHERS:
-            raise Overloaded(f"{MAX_WATCHERS} dashboards are open already")
+            raise Overloaded(f"{MAX_WATCHERS} dashboards are open already; close one and try again")
         return _Watching(dashboard, request.scope.get("state", {}).get("key_stands", lambda: True))
 
     return api

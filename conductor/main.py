@@ -250,7 +250,7 @@ class Conductor:
             server.force_exit = True
             server.stop()
             await self.dispatcher.registry.close()
-            self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+            self.dispatcher.fail_all(NodeUnavailable("the conductor is shutting down; retry at another one"))
             await self.inference.stop(_LINGER_S)
             await self.peers.close()
             await asyncio.gather(server.serving, return_exceptions=True)
@@ -281,7 +281,7 @@ class Conductor:
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
         calls = asyncio.create_task(self.inference.stop(self.config.grace_s + _LINGER_S))
         await asyncio.wait([server.serving, calls], timeout=self.config.grace_s)
-        self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+        self.dispatcher.fail_all(NodeUnavailable("the conductor is shutting down; retry at another one"))
 
     async def _request_snapshots(self) -> None:
         every_s = self.config.snapshot_every_s

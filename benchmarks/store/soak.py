@@ -47,7 +47,7 @@ from benchmarks.store.soak_server import MOST_STALL_S
 from tanghulu.auth.tenants import hash_of
 from tanghulu.runtime.stalls import PERIOD_S
 from tanghulu.store.admin.check import check
-from tanghulu.store.admin.steps import perform
+from tanghulu.store.admin.orders import perform
 
 MIB = 1 << 20
 NODES, NODE_MEMORY, SSD_BYTES = 3, "128MiB", "256MiB"
@@ -356,7 +356,7 @@ class Soak:
             for node in self.nodes:
                 self.findings += [f"{node.name}: {each}, of {pids}" for each in logged(node, "LEASE ")]
         with tanghulu.connect(self.master.address, token=self._tokens["operator"], deadline_s=READY_S) as store:
-            report = perform(store, check(with_repair=False))
+            report = perform(check, store, with_repair=False)
         if report.findings:
             self.findings.append(f"store check: {report.row()}")
         self.num_checked = report.num_chunks

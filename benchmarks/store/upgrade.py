@@ -30,7 +30,7 @@ from typing import Any
 import tanghulu
 from benchmarks.store import upgrade_load
 from tanghulu.store.admin import orders
-from tanghulu.store.admin.steps import perform
+from tanghulu.store.admin.orders import perform
 from tests.free_ports import free_port
 from tests.store.cluster import Process, eventually
 from tests.store.elected_cluster import EtcdServer
@@ -131,7 +131,7 @@ class Upgrade:
         """Drain that node; False if no master led long enough."""
         try:
             with tanghulu.connect(self.address, deadline_s=30.0) as client:
-                perform(client, orders.drain(name, wait=True, timeout_s=STEP_S))
+                perform(orders.drain, client, name, wait=True, timeout_s=STEP_S)
         except tanghulu.errors.MasterUnavailable:
             return False
         return True

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Final
 
 from tanghulu.conductor.inference.generation import Generation, GenerationCall, ScoredToken, TextDelta, scored_tokens
 from tanghulu.conductor.inference.preprocess import ParsedRequest
-from tanghulu.conductor.tools.events import (
-    TOOL_CALLS,
-    AnswerEvent,
-    AnswerParser,
-    CallArguments,
-    CallBegin,
-    ContentText,
-    ReasoningText,
-)
+from tanghulu.conductor.tools.events import AnswerEvent, CallArguments, CallBegin, ContentText, ReasoningText
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
@@ -55,9 +46,8 @@ class _Sequence:
 
     def __init__(self, generation: Generation, parsed: ParsedRequest, prompt: _PromptPieces) -> None:
         self._generation, self._prompt = generation, prompt
-        self._parser: AnswerParser | None = parsed.new_parser() if parsed.new_parser is not None else None
-        self._most_calls = math.inf if parsed.most_calls is None else parsed.most_calls
-        self._has_calls = self._has_begun = False
+        self._reader = parsed.new_reader()
+        self._has_begun = False
 
     def replies(self, delta: TextDelta) -> Iterator[pb.GenerateReply]:
         """Yield the next replies, without the fields common to the whole call; none if there is nothing to report."""
@@ -70,33 +60,15 @@ class _Sequence:
 
     def _reply(self, delta: TextDelta) -> pb.GenerateReply:
         reply = pb.GenerateReply(tokens=delta.tokens, logprobs=[_logprobs(one) for one in delta.logprobs])
-        if self._parser is None:
-            reply.text = delta.text
-        else:
-            events = self._parser.feed(delta.text)
-            if delta.finish is not None:
-                events += self._parser.finish()
-            for event in events:
-                self._add(event, reply)
+        for event in self._reader.take(delta):
+            _add(event, reply)
         if delta.finish is not None:
             self._end(delta.finish, reply)
         return reply
 
-    def _add(self, event: AnswerEvent, reply: pb.GenerateReply) -> None:
-        match event:
-            case ContentText(text):
-                reply.text += text
-            case ReasoningText(text):
-                reply.reasoning += text
-            case CallBegin(index, call_id, name) if index < self._most_calls:
-                self._has_calls = True
-                reply.tool_calls.add(index=index, id=call_id, name=name)
-            case CallArguments(index, text) if index < self._most_calls:
-                reply.tool_calls.add(index=index, arguments=text)
-
     def _end(self, finish: FinishReason, reply: pb.GenerateReply) -> None:
         generation = self._generation
-        reply.finish_reason = TOOL_CALLS if self._has_calls and finish is FinishReason.STOP else finish.value
+        reply.finish_reason = self._reader.reason(finish)
         match generation.matched:
             case str(text):
                 reply.stop_text = text
@@ -105,6 +77,18 @@ class _Sequence:
         reply.usage.prompt_tokens = generation.num_prompt_tokens
         reply.usage.completion_tokens = generation.num_generated
         reply.usage.cached_tokens = generation.cached_tokens
+
+
+def _add(event: AnswerEvent, reply: pb.GenerateReply) -> None:
+    match event:
+        case ContentText(text):
+            reply.text += text
+        case ReasoningText(text):
+            reply.reasoning += text
+        case CallBegin(index, call_id, name):
+            reply.tool_calls.add(index=index, id=call_id, name=name)
+        case CallArguments(index, text):
+            reply.tool_calls.add(index=index, arguments=text)
 
 
 class _PromptPieces:

@@ -70,10 +70,10 @@ def _generate_body(message: pb.GenerateRequest) -> OpenAIBody:
             prompt = [_listed(each.ids, _PROMPT, MAX_MARKS) for each in lists]
         case "chat":
             if message.echo:
-                raise BadField("echo is of texts and token ids alone; leave it out of a chat", "echo")
+                raise BadField("echo does not work with a chat; leave it out", "echo")
             return _checked(ChatBody, _chat_names(fields) | _chat(message.chat))
         case _:
-            raise BadField(f"give one of {', '.join(_PROMPTS[:-1])} and {_PROMPTS[-1]}", _PROMPT)
+            raise BadField(f"the prompt is missing; give one of {', '.join(_PROMPTS)}", _PROMPT)
     return _checked(CompletionBody, fields | {_PROMPT: prompt})
 
 
@@ -85,7 +85,7 @@ def _tokenize_body(message: pb.TokenizeRequest) -> TokenizeBody:
             return _checked(TokenizeBody, fields | {_PROMPT: message.text})
         case "chat":
             return _checked(TokenizeBody, fields | _chat(message.chat))
-    raise BadField("give one of text and chat", _PROMPT)
+    raise BadField("the prompt is missing; give text or chat", _PROMPT)
 
 
 def _checked(kind: type[B], fields: dict[str, Any]) -> B:
@@ -112,7 +112,7 @@ def _plain(value: Any, name: str) -> Any:
 def _listed(values: Collection[Any], name: str, most: int) -> list[Any]:
     """Return ``values`` of the field ``name``. Raises BadField for more than ``most``, before reading any."""
     if len(values) > most:
-        raise BadField(f"{name} has {len(values)} values; at most {most} are taken", name)
+        raise BadField(f"{name} has {len(values)} values; the limit is {most}", name)
     return list(values)
 
 
@@ -134,15 +134,15 @@ def _chat(chat: pb.Chat) -> dict[str, Any]:
     messages, tools = _listed(chat.messages, "messages", MAX_MESSAGES), _listed(chat.tools, "tools", MAX_TOOLS)
     texts = [chat.chat_template_kwargs, *(tool.parameters for tool in tools)]
     if sum(marks_of(text.encode()) for text in texts) > MAX_CHAT_MARKS:
-        raise BadField(f"tools and chat_template_kwargs have more than {MAX_CHAT_MARKS} JSON values", "tools")
+        raise BadField(f"tools and chat_template_kwargs exceed {MAX_CHAT_MARKS} JSON values; shorten them", "tools")
     if (num_calls := sum(len(each.tool_calls) for each in messages)) > MAX_PARTS:
-        raise BadField(f"messages have {num_calls} calls; at most {MAX_PARTS} are taken", "messages")
+        raise BadField(f"messages have {num_calls} calls; the limit is {MAX_PARTS}", "messages")
     fields["messages"] = [_message(each) for each in messages]
     if tools:
         fields["tools"] = [{"type": "function", "function": _function(each)} for each in tools]
     if chat.tool_function:
         if chat.tool_choice:
-            raise BadField("give one of tool_choice and tool_function", "tool_choice")
+            raise BadField("give either tool_choice or tool_function, not both", "tool_choice")
         fields["tool_choice"] = {"type": "function", "function": {"name": chat.tool_function}}
     if chat.chat_template_kwargs:
         fields["chat_template_kwargs"] = _object(chat.chat_template_kwargs, "chat_template_kwargs")
@@ -171,5 +171,5 @@ def _object(text: str, name: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadField(f"{name} has no JSON object: {error}", name) from None
+        raise BadField(f"{name} must be a JSON object: {error}", name) from None
     return value

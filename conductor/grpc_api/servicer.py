@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -34,9 +35,8 @@ from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError
 from tanghulu.protos import inference_pb2 as pb
 from tanghulu.protos import inference_pb2_grpc
 from tanghulu.rpc import grpc_edge
-from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, GrpcKeyAuthorizer, guarded_server, listen
+from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.master_options import HttpOptions
-from tanghulu.types import Address
 from tanghulu.web.errors import log_failure
 from tanghulu.web.server import READ_STALL_S, request_id_of
 
@@ -137,7 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, message: pb.GenerateRequest, context: Context, caller: _Caller) -> None:
         if self.stopping:
-            raise NodeUnavailable("the conductor is stopping; send the request to another one, or a little later")
+            raise NodeUnavailable("the conductor is shutting down; send the request to another one or retry later")
         parsed = await self._parsed(message, context, caller)
         call = self._service.start(message.request_id or uuid.uuid4().hex, parsed)
         caller.request_id = call.id
@@ -159,7 +159,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             remaining_s = context.time_remaining()
             if remaining_s is not None:
                 if remaining_s <= 0:
-                    raise DeadlineExceeded("the deadline of the call has passed")
+                    raise DeadlineExceeded("the call's deadline has passed; set a longer one")
                 body.request_timeout = min(remaining_s, _LONGEST_S)
             origin = Origin(caller.x_request_id, caller.trace, caller.began_s, time.monotonic())
             body.came_from(caller.sender, caller.key, origin)
@@ -193,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with asyncio.timeout(self.stall_s):
                 await context.write(reply)
         except TimeoutError:
-            raise DeadlineExceeded(f"the client has read nothing for {self.stall_s:g} s") from None
+            raise DeadlineExceeded(f"aborted: the client read nothing for {self.stall_s:g} s") from None
 
     # --- wrapper of each method
 
@@ -214,7 +214,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise asyncio.CancelledError from None
         except Exception as bug:  # noqa: BLE001 - a bug ends only its own call, and is logged
             _log.error("grpc.bug", method=name, exc_info=bug)
-            error = TanghuluError("internal error of the conductor; its log has the trace")
+            error = TanghuluError("internal error of the conductor; see the traceback in its log")
             status = grpc.StatusCode.INTERNAL
         finally:
             labels = (name, status.name, caller.model)
@@ -255,41 +255,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return (("retry-after", str(self._service.retry_after_s())),)
 
 
-_log = structlog.get_logger(__name__)
-
 #: Longest message in bytes: the default limit of gRPC clients; a million token ids.
 MESSAGE_BYTES: Final = 4 << 20
 _REFUSING_S: Final = 0.2
 
 
-class InferencePort:
-    """A gRPC server on its own port next to HTTP, with the same keys and certificates."""
+class InferencePort(GrpcPort):
+    """The port of ``servicer``."""
 
     def __init__(
         self, service: Service, metrics: ConductorMetrics, options: HttpOptions, keys: ApiKeysFile | None
     ) -> None:
         self.servicer = InferenceServicer(service, metrics, keys)
-        self.address = Address("", 0)
-        self._options, self._keys = options, keys
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self, where: Address, *, reuse_port: bool) -> None:
-        """Listen at ``where`` (port 0 picks one). Raises ConfigError if the port is taken."""
-        options = {
-            "grpc.max_receive_message_length": MESSAGE_BYTES,
-            "grpc.so_reuseport": int(reuse_port),
-            MOST_CONNECTIONS: self._options.max_connections,
-        }
-        authorizer = None if self._keys is None else GrpcKeyAuthorizer(self._keys, RIGHTS)
-        server = guarded_server(
-            self._options.max_connections, authorizer, options, message_bytes=MESSAGE_BYTES, shares=KEYS
-        )
-        inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, server)
-        tls = self._options.tls if self._options.tls.cert else None
-        self.address = listen(server, where, tls, mutual=self._options.tls_mutual, flag="--grpc-port")
-        await server.start()
-        self._server = server
-        _log.info("grpc.listening", address=str(self.address))
+        add = partial(inference_pb2_grpc.add_InferenceServicer_to_server, self.servicer)
+        super().__init__(options, add, keys, RIGHTS, message_bytes=MESSAGE_BYTES)
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting calls, and give calls in progress ``grace_s`` to finish. No error if it is not listening.
@@ -297,9 +276,7 @@ class InferencePort:
         When gRPC's server stops, it ends calls received but not started with CANCELLED, which clients do not retry: so
         calls are first refused with UNAVAILABLE for a moment, while clients learn of the shutdown.
         """
-        if self._server is None:
-            return
-        if not self.servicer.stopping:
+        if self.address.port and not self.servicer.stopping:
             self.servicer.stopping = True
             await asyncio.sleep(_REFUSING_S)
-        await self._server.stop(grace_s)
+        await super().stop(grace_s)

@@ -128,7 +128,7 @@ def _add_stories(api: APIRouter, service: Service) -> None:
         found = stories.find(name)
         if not found:
             raise RequestNotFound(
-                f"request {name[:128]!r} is not among those under way and the last {MAX_KEPT} that ended"
+                f"request {name[:128]!r} is neither in progress nor among the last {MAX_KEPT} that ended"
             )
         return {"requests": [story.summary(now_s) for story in found]}
 
@@ -138,7 +138,7 @@ async def _parse_body(service: Service, body: bytes, request: Request, held: con
     if not body and "prompt" in query:
         body = dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
     if not body:
-        raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
+        raise BadField("the prompt is missing; send the body of a completion or a chat, or ?prompt=TEXT", "prompt")
     if b'"messages"' in body:
         chat = await parse_held(ChatBody, body, service, held)
         note_sender(chat, request)

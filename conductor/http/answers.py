@@ -1,64 +1,61 @@
-"""A chat's answer, possibly more than text: reasoning, content and tool calls, streamed or whole.
-
-Each choice has its own parser here, where its text is assembled; so moves of the request between workers do not matter.
-"""
+"""Answers to completions and chats, streamed or whole: text, and in a chat also reasoning and tool calls."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
 from tanghulu.conductor.http.reply import DONE, last_events
-from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
+from tanghulu.conductor.inference.generation import AnswerReader, GenerationCall, TextDelta
 from tanghulu.conductor.text.preparing import made_ready
-from tanghulu.conductor.tools.events import (
-    TOOL_CALLS,
-    AnswerEvent,
-    AnswerParser,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    ReasoningText,
-)
+from tanghulu.conductor.tools.events import AnswerEvent, CallArguments, CallBegin, CallEnd, ContentText, ReasoningText
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
-#: Formats the logprobs of a choice's next tokens for the API.
+#: Formats the log probabilities of a choice's next tokens.
 Logprobs = Callable[[Sequence[TokenLogprobs]], Any]
 
 
 class Choice:
-    """One choice's answer so far. ``most_calls``: later calls are omitted; None keeps all."""
+    """One choice as far as it has been read. Its text begins with ``echo``; without ``logprobs`` none are shown."""
 
-    def __init__(self, parser: AnswerParser, most_calls: int | None) -> None:
-        self._parser = parser
-        self._most_calls = math.inf if most_calls is None else most_calls
-        self._content: list[str] = []
+    def __init__(self, reader: AnswerReader, logprobs: Logprobs | None = None, echo: str = "") -> None:
+        self.reader, self.logprobs, self.echo = reader, logprobs, echo
+        #: Log probabilities of tokens whose text has not been shown yet.
+        self.pending: list[TokenLogprobs] = []
+        self.is_open = False
+        self._content: list[str] = [echo]
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallBegin, list[str]]] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.finish = FinishReason.ABORTED
-        self.is_open = False
+        self._finish = FinishReason.ABORTED
 
-    def take(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Return the deltas, in the API's format, for the next piece of text."""
-        events = self._parser.feed(delta.text)
-        if delta.finish is not None:
-            events += self._parser.finish()
-            self.finish = delta.finish
-        return [shown for event in events if (shown := self._shown(event)) is not None]
+    def take_logprobs(self) -> Any:
+        """Return the pending log probabilities as the API shows them."""
+        pending, self.pending = self.pending, []
+        return self.logprobs(pending) if self.logprobs is not None else None
 
     def keep(self, delta: TextDelta) -> None:
         """Add the next piece of an answer that is sent whole."""
-        self.logprobs += delta.logprobs
-        for shown in self.take(delta):
-            self._content.append(shown.get("content", ""))
-            self._reasoning.append(shown.get("reasoning_content", ""))
+        self.pending += delta.logprobs
+        self._finish = delta.finish or self._finish
+        for event in self.reader.take(delta):
+            match event:
+                case ContentText(text):
+                    self._content.append(text)
+                case ReasoningText(text):
+                    self._reasoning.append(text)
+                case CallBegin():
+                    self._calls.append((event, []))
+                case CallArguments(index, text):
+                    self._calls[index][1].append(text)
 
-    def message(self) -> dict[str, Any]:
+    def whole(self, is_chat: bool) -> dict[str, Any]:
+        """Return the choice, once it has ended."""
+        content = {"message": self._message()} if is_chat else {"text": "".join(self._content)}
+        return {**content, "logprobs": self.take_logprobs(), "finish_reason": self.reader.reason(self._finish)}
+
+    def _message(self) -> dict[str, Any]:
         """Return the whole message. Its content is null if there are only calls."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         message: dict[str, Any] = {
@@ -75,57 +72,42 @@ class Choice:
             ]
         return message
 
-    @property
-    def finish_reason(self) -> str:
-        return TOOL_CALLS if self._calls and self.finish is FinishReason.STOP else self.finish.value
 
-    def _shown(self, event: AnswerEvent) -> dict[str, Any] | None:
-        match event:
-            case ContentText(text):
-                return {"content": text}
-            case ReasoningText(text):
-                return {"reasoning_content": text}
-            case CallEnd():
-                return None
-            case CallBegin(index, call_id, name):
-                if index >= self._most_calls:
-                    return None
-                self._calls.append((event, []))
-                function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-            case CallArguments(index, text):
-                if index >= self._most_calls:
-                    return None
-                self._calls[index][1].append(text)
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+def _delta_of(event: AnswerEvent) -> dict[str, Any] | None:
+    match event:
+        case ContentText(text):
+            return {"content": text}
+        case ReasoningText(text):
+            return {"reasoning_content": text}
+        case CallBegin(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallEnd():
+            return None
 
 
-class ParsedStream:
-    """A chat's answer as server-sent events. ``logprobs`` formats log probabilities; None omits them.
+class ChoiceStream:
+    """The choices as server-sent events. Each begins with its role or its echo.
 
-    Log probabilities are held back until their text has been classified.
+    Text alone gives an event for each token with visible text. Log probabilities are held back with their text.
     """
 
-    def __init__(
-        self, call: GenerationCall, writer: shape.ChunkWriter, choices: Sequence[Choice], logprobs: Logprobs | None
-    ) -> None:
-        self._call = call
-        self._writer = writer
-        self._choices = choices
-        self._logprobs = logprobs
+    def __init__(self, call: GenerationCall, writer: shape.ChunkWriter, choices: Sequence[Choice]) -> None:
+        self._call, self._writer, self._choices = call, writer, choices
 
     def take(self, index: int, delta: TextDelta) -> bytes:
         choice, writer = self._choices[index], self._writer
-        piece = b"" if choice.is_open else writer.opening(index)
-        choice.is_open = True
-        choice.logprobs += delta.logprobs
-        shown = choice.take(delta)
-        if not shown and delta.finish is not None and choice.logprobs:
-            shown = [{"content": ""}]
-        for each in shown:
-            values, choice.logprobs = choice.logprobs, []
-            piece += writer.delta(index, each, self._logprobs(values) if self._logprobs is not None else None)
-        return piece if delta.finish is None else piece + writer.finish(index, choice.finish_reason)
+        piece = b""
+        if not choice.is_open:
+            choice.is_open = True
+            piece = writer.opening(index, choice.echo, choice.take_logprobs() if choice.echo else None)
+        if choice.reader.is_plain and choice.logprobs is None:
+            piece += writer.texts(index, delta.pieces)
+        else:
+            piece += self._parsed(index, choice, delta)
+        return piece if delta.finish is None else piece + writer.finish(index, choice.reader.reason(delta.finish))
 
     def end(self) -> bytes:
         return self._writer.end() + DONE
@@ -134,16 +116,19 @@ class ParsedStream:
         """Return the final events of the choices cut short by an error."""
         return last_events(error, choices=shape.failed_choices(self._call))
 
+    def _parsed(self, index: int, choice: Choice, delta: TextDelta) -> bytes:
+        choice.pending += delta.logprobs
+        shown = [part for event in choice.reader.take(delta) if (part := _delta_of(event)) is not None]
+        if not shown and delta.finish is not None and choice.pending:
+            shown = [{"content": ""}]
+        return b"".join([self._writer.delta(index, part, choice.take_logprobs()) for part in shown])
 
-async def whole_answer(call: GenerationCall, choices: Sequence[Choice], logprobs: Logprobs | None) -> dict[str, Any]:
+
+async def whole_answer(call: GenerationCall, choices: Sequence[Choice], is_chat: bool) -> dict[str, Any]:
     """Return the whole answer, once all sequences have ended."""
     while not call.ended:
         for index, delta in await call.read():
             choices[index].keep(delta)
-
-    def formed() -> dict[str, Any]:
-        shown = [(logprobs(choice.logprobs) if logprobs is not None else None) for choice in choices]
-        parts = [(c.message(), each, c.finish_reason) for c, each in zip(choices, shown, strict=True)]
-        return shape.whole_chat(call, parts)
-
-    return await made_ready(call.shows_much, formed)
+    return await made_ready(
+        call.shows_much, lambda: shape.whole(call, is_chat, [choice.whole(is_chat) for choice in choices])
+    )

@@ -27,8 +27,8 @@ from tanghulu.web.routes import DirectRoutes
 _ABSENT: Final = {
     ("/v1/embeddings", "/encode"): "embeddings are not served: workers generate text; use another server for them",
     ("/v1/rerank", "/v1/score", "/classify"): "scoring is not served: workers generate text; use another server for it",
-    ("/v1/audio",): "audio is not served: models here read and write text alone",
-    ("/v1/images",): "images are not served: models here read and write text alone",
+    ("/v1/audio",): "audio is not served: models read and write text only",
+    ("/v1/images",): "images are not served: models read and write text only",
     ("/v1/responses",): "of the Responses API there is POST /v1/responses, and GET and DELETE of /v1/responses/ID",
     ("/v1/conversations", "/v1/assistants", "/v1/threads"): "conversations are not kept; use /v1/responses",
     ("/v1/files", "/v1/uploads", "/v1/batches"): "files are not kept; send texts in the request",

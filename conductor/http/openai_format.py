@@ -15,7 +15,7 @@ from typing import Any
 from tanghulu.conductor.http.reply import dumps, event, in_lines
 from tanghulu.conductor.inference.generation import GenerationCall
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.session.outputs import FinishReason, TokenLogprobs
+from tanghulu.session.outputs import TokenLogprobs
 
 
 def usage(call: GenerationCall) -> dict[str, Any]:
@@ -48,15 +48,11 @@ class ChunkWriter:
         self._continuous_usage = continuous_usage
         self._is_chat = is_chat
 
-    def opening(self, index: int, echo: str = "") -> bytes:
+    def opening(self, index: int, echo: str = "", logprobs: Any = None) -> bytes:
         """Return a choice's beginning: its role in a chat, else the prompt's text if it is to be echoed."""
         if self._is_chat:
             return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
-        return self.text(index, echo) if echo else b""
-
-    def text(self, index: int, text: str, logprobs: Any = None) -> bytes:
-        opening, closing = self._around_text
-        return self._chunk(index, opening + dumps(text) + closing, logprobs, None)
+        return self.delta(index, {"content": echo}, logprobs) if echo else b""
 
     def texts(self, index: int, pieces: Sequence[str]) -> bytes:
         """Return a chunk for each piece of text; their common parts are built once."""
@@ -66,8 +62,9 @@ class ChunkWriter:
         return in_lines("".join([before + encode_basestring(text) + behind for text in pieces])).encode()
 
     def delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> bytes:
-        """Return a chat chunk with an arbitrary delta."""
-        return self._chunk(index, f'"delta":{dumps(delta)}', logprobs, None)
+        """Return a chunk with the next part of a chat's message; that of a completion has content alone."""
+        part = f'"delta":{dumps(delta)}' if self._is_chat else f'"text":{dumps(delta["content"])}'
+        return self._chunk(index, part, logprobs, None)
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, reason)
@@ -95,42 +92,14 @@ def failed_choices(call: GenerationCall) -> list[dict[str, Any]]:
     return [{"index": index, "delta": {}, "text": "", "logprobs": None, "finish_reason": "error"} for index in cut]
 
 
-def text_message(text: str) -> dict[str, Any]:
-    """Return an assistant message with the content ``text``."""
-    return {"role": "assistant", "content": text, "refusal": None}
-
-
-def whole_chat(call: GenerationCall, choices: Sequence[tuple[dict[str, Any], Any, str]]) -> dict[str, Any]:
-    """Return a chat.completion of (message, logprobs, reason) for each choice."""
+def whole(call: GenerationCall, is_chat: bool, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a chat.completion or a text_completion with ``choices``."""
     return {
         "id": call.id,
-        "object": "chat.completion",
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": call.model.card.model,
-        "choices": [
-            {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-            for index, (message, logprobs, reason) in enumerate(choices)
-        ],
-        "usage": usage(call),
-    }
-
-
-def whole_text_chat(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
-    """Return a chat.completion of (text, logprobs, reason) for each choice."""
-    return whole_chat(call, [(text_message(text), shown, finish.value) for text, shown, finish in choices])
-
-
-def whole_completion(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
-    """Return a text_completion of (text, logprobs, reason) for each choice."""
-    return {
-        "id": call.id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": call.model.card.model,
-        "choices": [
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish.value}
-            for index, (text, logprobs, finish) in enumerate(choices)
-        ],
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
         "usage": usage(call),
     }
 

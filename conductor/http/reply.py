@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -36,7 +36,6 @@ from tanghulu.web.errors import BadField, WrongContentType, body_of, from_valida
 #: Names of the prompt in the code shared by all APIs.
 _PROMPT_FIELDS = ("prompt", "messages")
 B = TypeVar("B", bound=Body)
-M = TypeVar("M", bound=BaseModel)
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -103,11 +102,11 @@ def check_content_type(request: Request) -> None:
     """Reject a body declared as other than plain JSON. Raises WrongContentType."""
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
-        raise WrongContentType(f"the body has content-encoding {coding[:64]!r}; send it without compression")
+        raise WrongContentType(f"content-encoding {coding[:64]!r} is not supported; send the body uncompressed")
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind and kind != "application/json" and not kind.endswith("+json"):
-        raise WrongContentType(f"the body is {kind[:64]!r}; send JSON, and say content-type: application/json")
+        raise WrongContentType(f"content-type {kind[:64]!r} is not supported; send JSON as application/json")
 
 
 async def parse_held(model: type[B], body: bytes | memoryview, service: Service, held: contextlib.ExitStack) -> B:
@@ -124,46 +123,20 @@ async def parse_held(model: type[B], body: bytes | memoryview, service: Service,
     return parsed
 
 
-async def parse(model: type[M], body: bytes) -> M:
-    """Parse ``body`` as ``model``, in a thread if it is long. Raises BadField."""
-    is_large = len(body) > INLINE_BYTES
-    await made_ready(is_large, check_marks, body)
-    return await made_ready(is_large, _parse, model, body)
-
-
-def _parse(model: type[M], body: bytes) -> M:
-    with _faults_named():
-        given = _decoded(body)
-        if isinstance(given, dict) and len(given) > len(model.model_fields):
-            raise BadField(f"the body has {len(given)} fields; there are {', '.join(model.model_fields)}")
-        return model.model_validate(given)
-
-
 def parse_fields(model: type[B], body: bytes | memoryview) -> B:
     """Parse ``body`` as ``model``, and drop foreign fields. Raises BadField."""
-    with _faults_named():
-        given = _decoded(body)
-        if not isinstance(given, dict):
-            raise BadField("the body is no JSON object")
-        parsed = model.model_validate(given)
-    parsed.drop_foreign()
-    return parsed
-
-
-def _decoded(body: bytes | memoryview) -> Any:
-    """Return the JSON value of ``body``, which may begin with a byte order mark."""
-    return msgspec.json.decode(body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body)
-
-
-@contextlib.contextmanager
-def _faults_named() -> Iterator[None]:
-    """Convert validation errors of a body to BadField."""
+    plain = body[len(BOM_UTF8) :] if body[: len(BOM_UTF8)] == BOM_UTF8 else body
     try:
-        yield
+        given = msgspec.json.decode(plain)
+        if not isinstance(given, dict):
+            raise BadField("the body is not a JSON object")
+        parsed = model.model_validate(given)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField(f"the body is not JSON: {error}") from None
     except ValidationError as error:
         raise from_validation(error) from None
+    parsed.drop_foreign()
+    return parsed
 
 
 def event(payload: str) -> bytes:
@@ -206,7 +179,7 @@ def dumps_large(value: Any) -> bytes:
     return b"[%b]" % b",".join([dumps(each)[1:-1].encode() for each in slices])
 
 
-async def hung_up(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -223,7 +196,7 @@ class _Watched(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
         state |= {"request_id": self._call.id, "model": self._call.model.card.model}
-        watch = asyncio.ensure_future(hung_up(receive))
+        watch = asyncio.ensure_future(disconnected(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
             await self.answer(scope, send)

@@ -1,20 +1,21 @@
 """Apply cache events to the prefix indexes: the workers' own events, and the store's directory.
 
-Owns both indexes and the sequence numbers of the workers' events. A worker's events are numbered; if a number is
-missing, the index of that worker cannot be trusted, so its events are skipped until a snapshot arrives. The session,
-and with it the worker's requests, continues. The directory's follower repairs its own gaps and restarts with RESET.
+Owns both indexes, the queues of events, and the sequence numbers of the workers' events. A worker's events are
+numbered; if a number is missing, the index of that worker cannot be trusted, so its events are skipped until a snapshot
+arrives. The session, and with it the worker's requests, continues. The directory's follower repairs its own gaps and
+restarts with RESET.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import structlog
 
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
-from tanghulu.conductor.index.shards import DEFAULT_SHARDS, EventShards
 from tanghulu.masters import Masters
 from tanghulu.session.messages import SessionWelcome
 from tanghulu.session.outputs import KvChange
@@ -23,8 +24,101 @@ from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, parse_kv
 
 _log = structlog.get_logger(__name__)
 KEY_PREFIX = "kv/"
+#: Blocks applied between two checks for other work: about a millisecond.
+SLICE_BLOCKS = 2048
+MAX_WAITING_BLOCKS = 4_000_000
 #: Most models remembered as having several chunks per block.
 MAX_MODELS = 4096
+
+
+class EventQueues:
+    """Events not applied yet, by holder: large ones in slices, so that no decision waits for a snapshot. Pure.
+
+    A connecting worker reports its whole cache, hundreds of thousands of blocks, which the index processes at a few
+    million a second: every request arriving meanwhile would wait for all of it. So an event of more than
+    ``SLICE_BLOCKS`` is cut and queued, and a task of the event loop applies a slice at a time (``apply_some``), of the
+    holders in turn. A small event of a holder with nothing queued is applied at once, as nearly all are.
+
+    Example: a reports 5,000 blocks: 2,048 + 2,048 + 904. Then b reports 64: applied at once. a removes 32: after its
+    three slices, since events of one holder stay in order.
+
+    Beyond ``max_waiting_blocks``, a holder's events are applied at once, after its queued ones; the index lags no
+    further.
+    """
+
+    def __init__(self, apply: Callable[[PrefixEvent], None], max_waiting_blocks: int = MAX_WAITING_BLOCKS) -> None:
+        self._apply = apply
+        self._queues: dict[InstanceId, deque[PrefixEvent]] = {}  # the first is served next
+        self._max_waiting_blocks = max_waiting_blocks
+        self.waiting_blocks = 0
+
+    def put(self, event: PrefixEvent) -> bool:
+        """Apply or queue ``event``; return whether events are waiting for ``apply_some``."""
+        queue, size = self._queues.get(event.holder), _size(event)
+        if queue is None and size <= SLICE_BLOCKS:
+            self._apply(event)
+        elif self.waiting_blocks + size > self._max_waiting_blocks:
+            for queued in self._queues.pop(event.holder, ()):
+                self._apply_queued(queued)
+            self._apply(event)
+        else:
+            self.waiting_blocks += size
+            self._queues.setdefault(event.holder, deque()).extend(_slices(event))
+        return self.waits
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._queues)
+
+    @property
+    def waiting_holders(self) -> Set[InstanceId]:
+        return self._queues.keys()
+
+    def apply_some(self) -> bool:
+        """Apply events of the next holder, up to a slice's blocks; return whether there are more."""
+        if self._queues:
+            holder = next(iter(self._queues))
+            queue, left = self._queues.pop(holder), SLICE_BLOCKS
+            while queue and left > 0:
+                left -= max(1, self._apply_queued(queue.popleft()))
+            if queue:
+                self._queues[holder] = queue
+        return self.waits
+
+    def check(self) -> None:
+        assert all(self._queues.values())
+        assert self.waiting_blocks == sum(_size(event) for queue in self._queues.values() for event in queue)
+        assert self.waiting_blocks <= self._max_waiting_blocks
+
+    def _apply_queued(self, event: PrefixEvent) -> int:
+        size = _size(event)
+        self.waiting_blocks -= size
+        self._apply(event)
+        return size
+
+
+def _size(event: PrefixEvent) -> int:
+    return 0 if isinstance(event, Cleared) else len(event.blocks)
+
+
+def _slices(event: PrefixEvent) -> list[PrefixEvent]:
+    """Split ``event`` into parts of at most SLICE_BLOCKS."""
+    if isinstance(event, Cleared) or len(event.blocks) <= SLICE_BLOCKS:
+        return [event]
+    parts = [event.blocks[at : at + SLICE_BLOCKS] for at in range(0, len(event.blocks), SLICE_BLOCKS)]
+    if isinstance(event, Stored):
+        return [Stored(event.holder, part, event.consecutive) for part in parts]
+    return [type(event)(event.holder, part) for part in parts]
+
+
+def events_of(worker: InstanceId, change: KvChange) -> Iterator[PrefixEvent]:
+    """Yield ``change`` of a worker's cache as events of the index."""
+    if change.cleared:
+        yield Cleared(worker)
+    if change.removed:
+        yield Removed(worker, change.removed)
+    if change.stored:
+        yield Stored(worker, change.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +132,9 @@ class Hits:
 class CacheMirror:
     """A mirror of all caches: the blocks of each worker and of each store node."""
 
-    def __init__(self, num_shards: int = DEFAULT_SHARDS) -> None:
+    def __init__(self) -> None:
         self.workers = PrefixIndex()
-        self.events = EventShards(self.workers.apply, num_shards)
+        self.events = EventQueues(self.workers.apply)
         self._waiting = asyncio.Event()
         self.store = PrefixIndex()
         self.directory_synced = False
@@ -87,12 +181,8 @@ class CacheMirror:
             return False
         self._next_sequence[worker] = expected + len(changes)
         for change in changes:
-            if change.cleared:
-                self._put(Cleared(worker))
-            if change.removed:
-                self._put(Removed(worker, change.removed))
-            if change.stored:
-                self._put(Stored(worker, change.stored))
+            for event in events_of(worker, change):
+                self._put(event)
         return True
 
     def worker_gone(self, worker: InstanceId) -> None:
@@ -136,7 +226,7 @@ class CacheMirror:
         self.store.check()
         self.events.check()
         assert self._behind <= set(self._next_sequence)
-        assert set(self.workers.holders) - self.events.waiting_holders() <= set(self._next_sequence)
+        assert set(self.workers.holders) - self.events.waiting_holders <= set(self._next_sequence)
 
     def _stored_blocks(self, keys: Sequence[str]) -> list[BlockHash]:
         """Return the blocks named by ``keys``. Of a tensor-parallel block, rank 0's part stands for all."""

@@ -54,7 +54,7 @@ class _Prefix(Generic[H]):
     count: float = 0.0
     counted_s: float = 0.0
     blocks: tuple[H, ...] = ()  # set once it is hot
-    asked_s: float = -math.inf
+    requested_s: float = -math.inf
 
 
 class HotPrefixes(Generic[H]):
@@ -93,10 +93,10 @@ class HotPrefixes(Generic[H]):
             if covered.get(prefix.blocks[-1], 0) >= wanted:
                 continue
             covered.update((prefix.blocks[n - 1], wanted) for n in _LENGTHS if n <= prefix.num_blocks)
-            if now_s < prefix.asked_s + AGAIN_S or prefix.num_blocks > left:
+            if now_s < prefix.requested_s + AGAIN_S or prefix.num_blocks > left:
                 continue
-            if prefix.asked_s > -math.inf or num_holders(prefix.blocks) < wanted:
-                prefix.asked_s = now_s
+            if prefix.requested_s > -math.inf or num_holders(prefix.blocks) < wanted:
+                prefix.requested_s = now_s
                 left -= prefix.num_blocks
                 copies.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
         return copies
@@ -130,7 +130,7 @@ class HotPrefixes(Generic[H]):
         hot = []
         for prefix in self._prefixes.values():
             if prefix.blocks and self._rate_of(prefix, now_s) <= self._rate:
-                prefix.blocks, prefix.asked_s = (), -math.inf
+                prefix.blocks, prefix.requested_s = (), -math.inf
             elif prefix.blocks:
                 hot.append(prefix)
         return hot

@@ -24,8 +24,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from tanghulu.conductor.index.holders import HolderSlots
-from tanghulu.conductor.index.nodes import IndexNode, num_equal, slots
+from tanghulu.conductor.index.nodes import HolderSlots, IndexNode, num_equal, slots
 from tanghulu.types import BlockHash, InstanceId
 
 #: Blocks kept by the index, about 1 GB; beyond it, those not recently matched by a prompt are dropped.

@@ -19,7 +19,7 @@ from tanghulu.web.errors import BadField
 
 MAX_NAME_CHARS: Final = 1024
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-_TEXT_ONLY: Final = "models here read and write text alone"
+_TEXT_ONLY: Final = "models read and write text only"
 _OWN_CODE: Final = "code of a request's own is not run; use logit_bias, a grammar or a stop rule"
 _NO_CFG: Final = "context-free grammars are not compiled here; use json_schema or regex"
 _NO_ADAPTERS: Final = "no adapters are served; start workers with the merged model and name it in model"
@@ -144,7 +144,7 @@ class Body(BaseModel):
         name = first.rpartition(".")[2][:_MOST_NAME_CHARACTERS]
         near = difflib.get_close_matches(name, type(self).model_fields, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return BadField(f"{shown(first)} is no field of this request{hint}", shown(first).partition(".")[0])
+        return BadField(f"unknown field {shown(first)}{hint}", shown(first).partition(".")[0])
 
     def warning(self) -> str:
         """Return the value of a Warning header (RFC 7234, code 299) naming the unknown fields."""
@@ -155,7 +155,7 @@ class Body(BaseModel):
 
 def _is_unknown(path: str, name: str, value: Any) -> bool:
     """Return whether a foreign field is neither ignored nor set to no effect. Raises BadField if it is unsupported."""
-    if name in IGNORED or _asks_nothing(value) or value in _NEUTRAL.get(name, ()):
+    if name in IGNORED or _is_neutral(value) or value in _NEUTRAL.get(name, ()):
         return False
     if name in UNSUPPORTED:
         if value == {}:
@@ -164,7 +164,7 @@ def _is_unknown(path: str, name: str, value: Any) -> bool:
     return True
 
 
-def _asks_nothing(value: Any) -> bool:
+def _is_neutral(value: Any) -> bool:
     """Return whether ``value`` is one that clients send in place of omitting a field."""
     if isinstance(value, list):
         return all(item is None or item is False for item in value)

@@ -6,6 +6,7 @@ sequences of one client request (n choices, lists of prompts), which share one l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from tanghulu.conductor.routing.requests import GenerationRequest, PromptLogprob
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import PatternMatcher, StopPattern
 from tanghulu.conductor.text.stop_strings import StopMatcher
+from tanghulu.conductor.tools.events import TOOL_CALLS, AnswerEvent, AnswerParser, CallBegin, ContentText, ReasoningText
+from tanghulu.conductor.tools.reasoning import PlainAnswer
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 
@@ -233,6 +236,33 @@ class GenerationCall:
                     self._arrivals.came(left)
                 break
         return taken
+
+
+class AnswerReader:
+    """One sequence's text as parts of an answer: content, reasoning and calls; calls after ``most_calls`` are omitted.
+
+    The parser works where the text is assembled, so moves of the request between workers do not matter.
+    """
+
+    def __init__(self, parser: AnswerParser, most_calls: int | None = None) -> None:
+        #: Whether the answer is text alone.
+        self.is_plain = isinstance(parser, PlainAnswer)
+        self._parser = parser
+        self._most_calls = math.inf if most_calls is None else most_calls
+        self._has_calls = False
+
+    def take(self, delta: TextDelta) -> list[AnswerEvent]:
+        """Return the parts in the next piece of text."""
+        events = self._parser.feed(delta.text)
+        if delta.finish is not None:
+            events += self._parser.finish()
+        kept = [e for e in events if isinstance(e, ContentText | ReasoningText) or e.index < self._most_calls]
+        self._has_calls = self._has_calls or any(isinstance(each, CallBegin) for each in kept)
+        return kept
+
+    def reason(self, finish: FinishReason) -> str:
+        """Return the name of ``finish`` in the APIs' answers."""
+        return TOOL_CALLS if self._has_calls and finish is FinishReason.STOP else finish.value
 
 
 #: Rows converted to Python numbers at a time.

@@ -18,7 +18,7 @@ _ESCAPES = {ord(character): f"\\{character}" for character in r"\.+*?()|[]{}^$"}
 
 def _fit_in_a_grammar(texts: list[str]) -> list[str]:
     if (length := sum(map(len, texts)) + len(texts)) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"the texts have {length} characters together; at most {MAX_GRAMMAR_CHARS}")
+        raise ValueError(f"the texts have {length} characters in total; the limit is {MAX_GRAMMAR_CHARS}")
     return texts
 
 
@@ -49,10 +49,10 @@ def json_text(name: str, schema: JsonText, strict: bool = False) -> str:
     try:
         given = msgspec.json.decode(schema, type=dict[str, Any] | bool) if isinstance(schema, str) else schema
         if not isinstance(schema, str) and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_CHARS:
-            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name.partition(".")[0])
+            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters; shorten it", name.partition(".")[0])
         return grammar_of(given, strict)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadField(f"{name} is no JSON schema: {error}", name.partition(".")[0]) from None
+        raise BadField(f"{name} is not a JSON schema: {error}", name.partition(".")[0]) from None
 
 
 def one_of(texts: list[str]) -> str:
@@ -85,7 +85,7 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("type json_schema needs json_schema, with the schema inside")
+            raise ValueError("type json_schema requires the field json_schema with the schema")
         return self
 
     @property

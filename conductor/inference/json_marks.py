@@ -40,11 +40,11 @@ def check_marks(body: bytes | memoryview, most_string_bytes: float = math.inf, m
     for start in starts:
         counted.feed(bytes(body[start : start + _PIECE_BYTES]))
         if counted.num_marks > most_marks:
-            raise BadField(f"the body has more than {most_marks} values; send a long prompt as a text")
+            raise BadField(f"the body has more than {most_marks} JSON values; send a long prompt as text")
         if counted.longest_string > most_string_bytes:
             raise ContextLengthExceeded(
-                f"a string of the body has more than {most_string_bytes} bytes, which fits no context that is served "
-                "here; shorten it"
+                f"a string in the body has more than {most_string_bytes} bytes, too many for the context of any "
+                "served model; shorten it"
             )
     return counted.num_marks
 

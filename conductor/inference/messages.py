@@ -20,7 +20,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def _only_text(kind: Any) -> Any:
     if kind not in ("text", "refusal") and isinstance(kind, str):
-        raise ValueError(f"parts of type {kind[:64]!r} are not supported: models here read text alone")
+        raise ValueError(f"parts of type {kind[:64]!r} are not supported; send text")
     return kind
 
 
@@ -35,7 +35,7 @@ class TextPart(BaseModel):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.type not in self.model_fields_set:
-            raise ValueError(f"a part of type {self.type} needs {self.type}")
+            raise ValueError(f"a part of type {self.type} requires the field {self.type}")
         return self
 
 
@@ -85,13 +85,13 @@ def _known_role(role: Any) -> Any:
     if role not in ROLES:
         named = f"{role[:32]!r}" if isinstance(role, str) else "it"
         hint = "; a result of a call has the role tool, and tool_call_id" if role == "function" else ""
-        raise ValueError(f"{named} is no role; there are {', '.join(ROLES)}{hint}")
+        raise ValueError(f"{named} is not a role; use one of {', '.join(ROLES)}{hint}")
     return role
 
 
 def _no_function_call(value: Any) -> None:
     if value is not None:
-        raise ValueError("the old name is not supported; use tool_calls")
+        raise ValueError("function_call is not supported; use tool_calls")
 
 
 class Message(BaseModel):
@@ -104,13 +104,13 @@ class Message(BaseModel):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     function_call: Annotated[None, BeforeValidator(_no_function_call)] = None
 
-    def for_template(self, knows_developer: bool = False) -> dict[str, Any]:
+    def for_template(self, has_developer: bool = False) -> dict[str, Any]:
         """Return the message with its parts joined to one text, and the arguments of its calls as objects.
 
-        Content is null only alongside calls. Unless the template ``knows_developer``, a developer message becomes a
+        Content is null only alongside calls. Unless the template ``has_developer``, a developer message becomes a
         system message.
         """
-        role = "system" if self.role == "developer" and not knows_developer else self.role
+        role = "system" if self.role == "developer" and not has_developer else self.role
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         content = self.content
         if isinstance(content, list):
@@ -126,7 +126,7 @@ class Message(BaseModel):
 
 def _few_arguments(messages: list[Message]) -> list[Message]:
     if sum(call.function.num_marks for each in messages for call in each.tool_calls or ()) > MAX_CHAT_MARKS:
-        raise ValueError(f"the arguments of calls have more than {MAX_CHAT_MARKS} values; leave out earlier turns")
+        raise ValueError(f"the arguments of calls have more than {MAX_CHAT_MARKS} JSON values; omit earlier turns")
     return messages
 
 

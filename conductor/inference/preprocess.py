@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
-from tanghulu.conductor.inference.generation import TextRules
+from tanghulu.conductor.inference.generation import AnswerReader, TextRules
 from tanghulu.conductor.inference.grammars import MAX_GRAMMAR_CHARS
 from tanghulu.conductor.inference.messages import Message
 from tanghulu.conductor.inference.schema import (
@@ -38,7 +38,7 @@ from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS, StopPattern
 from tanghulu.conductor.tools.choosing import AnswerForm, ParserNames, form_of
 from tanghulu.conductor.tools.events import AnswerParser
-from tanghulu.conductor.tools.reasoning import is_open
+from tanghulu.conductor.tools.reasoning import PlainAnswer, is_open
 from tanghulu.hashing import Tokens
 from tanghulu.session.sampling import MAX_LOGPROBS, PromptScoring, Sampling, StopRule
 from tanghulu.types import RequestId
@@ -65,17 +65,21 @@ N = TypeVar("N", int, float)
 class ParsedRequest:
     """A validated body ready to run: its sequences (prompt major, choices minor), and the text rules of each.
 
-    ``new_parser`` makes the parser of a chat's answer if that may be more than text; its first ``most_calls`` calls
-    count, or all; ``markers`` are the special tokens the parser needs.
+    ``new_parser`` makes the parser of an answer; its first ``most_calls`` calls count, or all; ``markers`` are the
+    special tokens the parser needs.
     """
 
     model: ServedModel
     requests: list[GenerationRequest]
     rules: list[TextRules]
     num_choices: int
-    new_parser: Callable[[], AnswerParser] | None = None
+    new_parser: Callable[[], AnswerParser] = PlainAnswer
     most_calls: int | None = None
     markers: tuple[str, ...] = ()
+
+    def new_reader(self) -> AnswerReader:
+        """Return the reader of one sequence's answer."""
+        return AnswerReader(self.new_parser(), self.most_calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +127,8 @@ def _shown(body: ChatPrompt, model: ServedModel, form: AnswerForm) -> _ShownChat
 
 
 def _for_template(messages: Sequence[Message], model: ServedModel) -> list[dict[str, Any]]:
-    knows_developer = _DEVELOPER.search(model.card.chat_template) is not None
-    return [message.for_template(knows_developer) for message in messages]
+    has_developer = _DEVELOPER.search(model.card.chat_template) is not None
+    return [message.for_template(has_developer) for message in messages]
 
 
 def _is_free(parsed: ParsedRequest) -> bool:
@@ -149,12 +153,12 @@ def _with_calls(
     free = _is_free(parsed)
     if schema is not None:
         if not free:
-            raise BadField("tool_choice asks for a grammar, and so does another field; give one", "tool_choice")
+            raise BadField("tool_choice and another field each require a grammar; give only one", "tool_choice")
         parsed = _with_grammar(parsed, json_schema=schema)
     elif free:
         parsed = _with_grammar(parsed, lark=calls.strict_grammar(parsed.model, form))
     new_parser = calls.new_parser(form, free, opened)
-    markers = form.markers if new_parser is not None and not calls.forced else ()
+    markers = form.markers if new_parser is not PlainAnswer and not calls.forced else ()
     return replace(parsed, new_parser=new_parser, most_calls=calls.most, markers=markers)
 
 
@@ -162,7 +166,7 @@ def _template_variables(body: ChatPrompt) -> dict[str, Any]:
     """Return the template variables of a chat; refuses names that are set elsewhere or not at all."""
     given = body.chat_template_kwargs or {}
     for name in TEMPLATE_NAMES_TAKEN & given.keys():
-        raise BadField(f"chat_template_kwargs must not have {name!r}", "chat_template_kwargs")
+        raise BadField(f"chat_template_kwargs must not set {name!r}, a field of the request", "chat_template_kwargs")
     named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
     return given | {name: value for name, value in named.items() if value is not None}
 
@@ -230,10 +234,11 @@ def _num_logprobs(body: GenerateBody, number: int) -> int | None:
     if count is None:
         return None
     if not 0 <= count <= MAX_LOGPROBS:
-        raise BadField(f"top_logprobs_num is {count}; at most {MAX_LOGPROBS} are given", "top_logprobs_num")
+        raise BadField(f"top_logprobs_num is {count}; it must be 0 to {MAX_LOGPROBS}", "top_logprobs_num")
     if (start := body.logprob_start_len_of(number)) < -1:
         raise BadField(
-            f"logprob_start_len is {start}; give a position, or -1 for none of the prompt", "logprob_start_len"
+            f"logprob_start_len is {start}; give a position, or -1 to omit the prompt",
+            "logprob_start_len",
         )
     return count
 
@@ -242,7 +247,7 @@ def _logprob_token_ids(body: GenerateBody, number: int, model: ServedModel) -> t
     ids = body.logprob_token_ids_of(number)
     for token in ids:
         if token >= model.card.vocab_size:
-            raise BadField(f"{token} is no token id below {model.card.vocab_size}", "token_ids_logprob")
+            raise BadField(f"{token} is not a token id below {model.card.vocab_size}", "token_ids_logprob")
     return ids
 
 
@@ -262,7 +267,7 @@ async def _tokenised(
     if isinstance(prompts, str):
         return [await model.encode(prompts, add_special_tokens)]
     if not prompts:
-        raise BadField("the list of prompts is empty", "prompt")
+        raise BadField("the list of prompts is empty; give at least one", "prompt")
     if isinstance(prompts[0], int):
         return [await made_ready(is_large, _checked, model, prompts)]
     in_loop = sum(map(len, prompts)) <= INLINE_CHARACTERS
@@ -294,7 +299,7 @@ def _sequences(
 ) -> ParsedRequest:
     num_choices = wanted[0].fields.n or 1
     if any((each.fields.n or 1) != num_choices for each in wanted):
-        raise BadField("n is to be alike for all prompts of a request", "n")
+        raise BadField("n differs between the prompts; give the same n for all", "n")
     if len(prompts) * num_choices > MAX_SEQUENCES:
         raise BadField(
             f"{len(prompts)} prompts with n={num_choices} are too many: "
@@ -342,8 +347,8 @@ def _check_scores(prompts: Sequence[Tokens], wanted: Sequence[_Wanted], num_choi
     count = num_choices * sum(num_tokens * (1 + num_top) for num_tokens, num_top in scored)
     if count > MAX_PROMPT_SCORES:
         raise BadField(
-            f"{count} log probabilities of prompts are too many for one answer, which has at most {MAX_PROMPT_SCORES}: "
-            "ask for fewer of each token, or send fewer prompts"
+            f"the answer would have {count} log probabilities of prompts, and the limit is {MAX_PROMPT_SCORES}: "
+            "request fewer per token, or send fewer prompts"
         )
 
 
@@ -372,8 +377,8 @@ class _MadeOnce:
         self._num_moves += self._num_choices * sum(pattern.num_moves for pattern in rules.stop_patterns)
         if self._num_moves > MAX_PATTERN_MOVES:
             raise BadField(
-                f"the stop_regex of all sequences together are too large: {MAX_PATTERN_MOVES} characters and moves "
-                "between them; use shorter expressions or fewer prompts",
+                f"the stop_regex of all sequences exceed {MAX_PATTERN_MOVES} characters and transitions in total; "
+                "use shorter expressions or fewer prompts",
                 "stop_regex",
             )
         return rules
@@ -381,7 +386,7 @@ class _MadeOnce:
     def _pattern(self, source: str) -> StopPattern:
         if source not in self._patterns:
             if len(self._patterns) >= MAX_DIFFERENT_PATTERNS:
-                raise BadField(f"one request has at most {MAX_DIFFERENT_PATTERNS} different stop_regex", "stop_regex")
+                raise BadField(f"a request has at most {MAX_DIFFERENT_PATTERNS} different stop_regex", "stop_regex")
             self._patterns[source] = StopPattern(source)
         return self._patterns[source]
 
@@ -412,10 +417,10 @@ def _grammar(fields: SamplingFields) -> tuple[str, str] | tuple[None, None]:
     """Return the grammar requested under any of its names; refuses more than one."""
     given = fields.grammars()
     if len(given) > 1:
-        raise BadField(f"{' and '.join(given)} each ask for a grammar; give one", list(given)[-1].partition(".")[0])
+        raise BadField(f"{' and '.join(given)} each set a grammar; give only one", list(given)[-1].partition(".")[0])
     for name, (kind, text) in given.items():
         if len(text) > MAX_GRAMMAR_CHARS:
-            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters", name.partition(".")[0])
+            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters; shorten it", name.partition(".")[0])
         return kind, text
     return None, None
 
@@ -429,9 +434,9 @@ def _logit_bias(model: ServedModel, given: dict[str, float]) -> dict[int, float]
     bias = {}
     for token, value in given.items():
         if not token.isdecimal() or len(token) > MAX_ID_DIGITS or int(token) >= model.card.vocab_size:
-            raise BadField(f"{token[:32]!r} is no token id below {model.card.vocab_size}", "logit_bias")
+            raise BadField(f"{token[:32]!r} is not a token id below {model.card.vocab_size}", "logit_bias")
         if not -100 <= value <= 100:
-            raise BadField(f"the bias {value} of token {token} is not within -100..100", "logit_bias")
+            raise BadField(f"the bias of token {token} is {value}; it must be within -100 and 100", "logit_bias")
         bias[int(token)] = value
     return bias
 
@@ -445,7 +450,7 @@ def _text_rules(fields: SamplingFields, hides_output: bool, pattern: Callable[[s
     strings = tuple(fields.stop or ())
     patterns = tuple(map(pattern, fields.stop_regex or ()))
     if patterns and sum(map(len, strings)) > MAX_PATTERN_CHARACTERS:
-        raise BadField(f"beside stop_regex, stop may have {MAX_PATTERN_CHARACTERS} characters in all", "stop")
+        raise BadField(f"with stop_regex, stop may have at most {MAX_PATTERN_CHARACTERS} characters in total", "stop")
     if patterns:
         patterns, strings = (*patterns, *map(StopPattern.literal, strings)), ()
     keep = fields.include_stop_str_in_output or fields.no_stop_trim

@@ -56,7 +56,7 @@ def at_most(count: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > count:
-            raise ValueError(f"{len(value)} values; at most {count} are taken")
+            raise ValueError(f"{len(value)} values; the limit is {count}")
         return value
 
     return BeforeValidator(check)
@@ -64,7 +64,7 @@ def at_most(count: int) -> BeforeValidator:
 
 def _few_prompts(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MAX_SEQUENCES and not isinstance(value[0], int):
-        raise ValueError(f"{len(value)} prompts in one request; at most {MAX_SEQUENCES}")
+        raise ValueError(f"{len(value)} prompts in one request; the limit is {MAX_SEQUENCES}")
     return value
 
 
@@ -170,16 +170,16 @@ class RoutingFields(Body):
     @classmethod
     def _few(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_LABELS:  # otherwise each unknown name would be an error
-            raise ValueError(f"{len(value)} fields; there are {', '.join(cls.model_fields)}")
+            raise ValueError(f"{len(value)} fields; the known ones are {', '.join(cls.model_fields)}")
         return value
 
     @model_validator(mode="after")
     def _known(self) -> Self:
         if self.policy is not None and self.policy not in POLICY_NAMES:
-            raise ValueError(f"policy {self.policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
+            raise ValueError(f"policy {self.policy!r} is unknown; use one of {', '.join(POLICY_NAMES)}")
         for name in self.weights:
             if name not in WEIGHTS:
-                raise ValueError(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
+                raise ValueError(f"weight {name!r} is unknown; use one of {', '.join(WEIGHTS)}")
         return self
 
     def overrides(self) -> RoutingOverrides:
@@ -284,13 +284,13 @@ class OpenAIBody(RoutedBody, SamplingFields):
     @model_validator(mode="after")
     def _no_prompt_in_a_stream(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs come with a whole answer only; leave stream out")
+            raise ValueError("prompt_logprobs are not available in a stream; leave stream out")
         return self
 
     @model_validator(mode="after")
     def _no_search(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of other than n is not supported; ask for n answers and choose among them")
+            raise ValueError("best_of must equal n; request n answers and choose among them")
         return self
 
     @property
@@ -389,7 +389,7 @@ class ChatBody(ChatPrompt, OpenAIBody):
     @model_validator(mode="after")
     def _logprobs_for_top(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ValueError("top_logprobs requires logprobs: true")
         return self
 
 
@@ -449,14 +449,14 @@ class GenerateBody(RoutedBody):
             for name in _A_PROMPT_EACH:
                 value = getattr(self, name)
                 if isinstance(value, list) and len(value) != len(self.prompts):
-                    raise ValueError(f"{name} has {len(value)} items for {len(self.prompts)} prompts")
+                    raise ValueError(f"{name} has {len(value)} items for {len(self.prompts)} prompts; give one each")
         elif listed := [name for name in _A_PROMPT_EACH if isinstance(getattr(self, name), list)]:
-            raise ValueError(f"{listed[0]} is a list, but there is one prompt and no list of them")
+            raise ValueError(f"{listed[0]} is a list, but there is a single prompt; give a single value")
         asked = self.token_ids_logprob
         if asked and isinstance(asked[0], list) and not (self.is_batch and len(asked) == len(self.prompts)):
-            raise ValueError("token_ids_logprob is one list of token ids, or one for each of a list of prompts")
+            raise ValueError("token_ids_logprob must be a list of token ids, or one list per prompt")
         if isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
-            raise ValueError("rid names two prompts alike")
+            raise ValueError("rid has duplicates; give each prompt its own")
         return self
 
     @property

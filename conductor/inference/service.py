@@ -116,7 +116,7 @@ class Service:
         client = parsed.requests[0].client
         taken = next((name for name in (call_id, *names) if client in self.calls.get(name, ())), None)
         if taken is not None:
-            raise BadField(f"the request id {taken!r} is in use", "rid")
+            raise BadField(f"the request id {taken!r} is in use; choose another", "rid")
         call = GenerationCall(call_id, parsed.model, parsed.num_choices)
         try:
             for request, rules, name in zip(parsed.requests, parsed.rules, names, strict=True):
@@ -186,11 +186,11 @@ class Service:
         """Return the reasons why a request cannot be served yet; empty if it can."""
         registry = self.dispatcher.registry
         if self.stopping:
-            return ["the conductor is stopping"]
+            return ["the conductor is shutting down"]
         if any(registry.usable(model) for model in registry.models.values()):
             return []
         if not registry.synced:
-            return ["the list of workers has not come from discovery yet"]
+            return ["discovery has not sent the list of workers yet"]
         if not registry.workers:
             return ["no worker is registered"]
         return [

@@ -97,15 +97,15 @@ class WantedCalls:
         text = strict_grammar(form.tool_calls, tools, model.special_token, prefixed)
         if text is None:
             raise BadField(
-                f"strict needs a tool_choice of required or a function: this model's form of calls, {form.tool_calls}, "
-                "cannot be held to a schema",
+                f"strict requires tool_choice required or a function: this model's format of calls, {form.tool_calls}, "
+                "cannot be bound to a schema",
                 "tools",
             )
         _check_length(len(text))
         return text
 
-    def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser] | None:
-        """Return a factory for the parser of each choice; None if the answer is plain text.
+    def new_parser(self, form: AnswerForm, free: bool, opened: bool) -> Callable[[], AnswerParser]:
+        """Return a factory for the parser of each choice.
 
         ``free``: no grammar of the client constrains the text, which otherwise begins with its match; ``opened``: the
         prompt ends inside reasoning.
@@ -115,7 +115,7 @@ class WantedCalls:
             return lambda: forced_parser(form.tool_calls, names, only)
         reads_calls = bool(names) and form.tool_calls != NONE
         if form.reasoning == NONE or not free:
-            return (lambda: call_parser(form.tool_calls, names)) if reads_calls else None
+            return (lambda: call_parser(form.tool_calls, names)) if reads_calls else PlainAnswer
 
         def behind_reasoning() -> AnswerParser:
             answer = call_parser(form.tool_calls, names) if reads_calls else PlainAnswer()
@@ -127,8 +127,8 @@ class WantedCalls:
 def _check_length(num_characters: int) -> None:
     if num_characters > MAX_GRAMMAR_CHARS:
         raise BadField(
-            f"the schemas of tools take {num_characters} characters; what is strict or forced needs them as one "
-            f"grammar of at most {MAX_GRAMMAR_CHARS}",
+            f"the schemas of strict or required tools have {num_characters} characters; the limit is "
+            f"{MAX_GRAMMAR_CHARS}",
             "tools",
         )
 
@@ -137,13 +137,13 @@ def _choice_of(given: str | dict[str, Any] | None, names: Sequence[str]) -> tupl
     """Return the choice by name, and the function it names, if any."""
     if not names:
         if given not in (None, "none"):
-            raise BadField("tool_choice needs tools", "tool_choice")
+            raise BadField("tool_choice requires tools", "tool_choice")
         return "none", None
     if given is None:
         return "auto", None
     if isinstance(given, str):
         if given not in _CHOICES:
-            raise BadField(f"tool_choice {given[:64]!r} is none of {', '.join(_CHOICES)}", "tool_choice")
+            raise BadField(f"tool_choice {given[:64]!r} is unknown; use one of {', '.join(_CHOICES)}", "tool_choice")
         return given, None
     function = given.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -162,7 +162,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
     for tool in tools:
         function = tool.function
         if function.name in seen:
-            raise BadField(f"tools has the function {function.name!r} twice", "tools")
+            raise BadField(f"tools contains the function {function.name!r} twice", "tools")
         seen.add(function.name)
         _check_parameters(function)
 

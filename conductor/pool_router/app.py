@@ -82,7 +82,7 @@ def _target(request: Request) -> str:
     """Return the path and query of a request exactly as sent by the client."""
     raw: bytes = request.scope["raw_path"]
     if {b".", b".."}.intersection(raw.split(b"/")):  # which httpx would resolve: another route, with other rights
-        raise InvalidRequest("a path must not contain the segments . and ..")
+        raise InvalidRequest("the path must not contain the segments . and ..")
     query: bytes = request.scope["query_string"]
     return (raw + (b"?" + query if query else b"")).decode("latin-1")
 

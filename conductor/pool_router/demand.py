@@ -38,7 +38,7 @@ def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
     if slo is None:
         slo = {}
     if not isinstance(slo, dict):
-        raise InvalidRequest(f"slo is {slo!r:.80}, not an object with ttft_s and tbt_s")
+        raise InvalidRequest(f"slo is {slo!r:.80}; it must be an object with ttft_s and tbt_s")
     return Demand(tokens, tokens + _most_new(data), _target(slo, "ttft_s"), _target(slo, "tbt_s"))
 
 
@@ -72,7 +72,7 @@ def _tokens(prompt: Any, characters_per_token: float, *, several: bool = True) -
     if isinstance(prompt[0], dict):
         return round(sum(_characters(message) for message in prompt) / characters_per_token)
     if not several:
-        raise InvalidRequest("the prompt is neither a text, nor token ids, nor a list of these")
+        raise InvalidRequest("the prompt must be a text, token ids, or a list of these")
     return max(_tokens(each, characters_per_token, several=False) for each in prompt)
 
 
@@ -100,5 +100,5 @@ def _target(slo: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
-        raise InvalidRequest(f"slo.{name} is {value!r:.80}, not a number of seconds above 0")
+        raise InvalidRequest(f"slo.{name} is {value!r:.80}; it must be a number of seconds above 0")
     return float(value)

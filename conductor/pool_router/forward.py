@@ -155,7 +155,7 @@ class Forwarder:
                 self._metrics.unprimed.inc()
         answer = await self._send(decode, "POST", path, body, headers)
         if answer is None:
-            raise NodeUnavailable(f"no conductor of pool {decode!r} can be reached, nor of the pools that replace it")
+            raise NodeUnavailable(f"no conductor of pool {decode!r} or of its fallback pools can be reached")
         self._metrics.requests.labels(prefilled, answer.pool).inc()
         return self._relayed(answer, {"x-tanghulu-prefill-pool": prefilled})
 
@@ -188,7 +188,7 @@ class Forwarder:
             if response is not None:
                 return self._relayed(_PoolAnswer(pool, member, response))
         raise ResponseNotFound(
-            f"response {response_id[:64]!r} is kept by no conductor that answers; send the whole conversation as input"
+            f"no reachable conductor stores response {response_id[:64]!r}; send the whole conversation as input"
         )
 
     async def everywhere(
@@ -224,12 +224,8 @@ class Forwarder:
         if answer.content is not None:
             yield answer.content
             return
-        try:
-            async for piece in self._client.pieces(answer.response):
-                yield piece
-        except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
-            raise NodeUnavailable(f"the conductor of pool {answer.pool} broke off its answer") from error
+        async for piece in self._client.pieces(answer.response, f"the conductor of pool {answer.pool}"):
+            yield piece
 
     def _end(self, answer: _PoolAnswer) -> None:
         """End a forwarded request: its answer was passed on, or its client has left."""

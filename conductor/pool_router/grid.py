@@ -152,7 +152,7 @@ def parse_pools(data: Any) -> PoolMap:
     """Build the pool map from parsed TOML or JSON. Raises ConfigError."""
     try:
         if isinstance(data, dict) and (unknown := sorted(data.keys() - set(_File.__struct_fields__))):
-            raise ConfigError(f"unknown key {unknown[0]!r}; known are {', '.join(_File.__struct_fields__)}")
+            raise ConfigError(f"unknown key {unknown[0]!r}; the known keys are {', '.join(_File.__struct_fields__)}")
         file = msgspec.convert(data, _File)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
@@ -168,7 +168,7 @@ def _pools(rows: Sequence[_PoolRow]) -> dict[str, Pool]:
     pools: dict[str, Pool] = {}
     for row in rows:
         if row.name in pools:
-            raise ConfigError(f"there are two pools {row.name!r}")
+            raise ConfigError(f"pool {row.name!r} is defined twice")
         try:
             urls = tuple(parse_url(url) for url in row.urls)
         except InvalidRequest as error:
@@ -184,7 +184,7 @@ def _grid(
 ) -> Grid:
     for bounds in (targets, lengths):
         if any(one >= other for one, other in itertools.pairwise(bounds)):
-            raise ConfigError(f"[{name}] has the bounds {bounds}; they must ascend")
+            raise ConfigError(f"[{name}] has the bounds {bounds}; sort them in ascending order")
     if len(cells) != len(targets) or any(len(row) != len(lengths) for row in cells):
         raise ConfigError(
             f"[{name}] pools must have a row for each of the {len(targets)} targets, "
@@ -198,4 +198,4 @@ def _grid(
 def _check_known(names: Iterable[str], pools: Mapping[str, Pool], where: str) -> None:
     for name in names:
         if name not in pools:
-            raise ConfigError(f"{where} names {name!r}, which is no pool; there is {', '.join(pools)}")
+            raise ConfigError(f"{where} names the unknown pool {name!r}; the pools are {', '.join(pools)}")

@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import httpx
+import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
-from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
+from tanghulu.conductor.http.reply import DONE, disconnected, dumps, event
 from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.pacing import SILENT_HOST_S, dead_peer_options
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.web.errors import body_of
 
+_log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 2.0
@@ -75,11 +77,15 @@ class RelayClient:
         """Return the answer as soon as it begins; ``pieces`` has the rest. Raises httpx.HTTPError, also if silent."""
         return await self._unless_silent(request, self._http.send(request, stream=True))
 
-    async def pieces(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """Yield the bytes of an answer as they arrive. Raises httpx.HTTPError, also if its server falls silent."""
-        async with contextlib.aclosing(cast(AsyncGenerator[bytes], response.aiter_raw())) as pieces:
-            while (piece := await self._unless_silent(response.request, anext(pieces, None))) is not None:
-                yield piece
+    async def pieces(self, response: httpx.Response, server: str) -> AsyncIterator[bytes]:
+        """Yield the bytes of an answer as they arrive. Raises NodeUnavailable if ``server`` ends early or is silent."""
+        try:
+            async with contextlib.aclosing(cast(AsyncGenerator[bytes], response.aiter_raw())) as pieces:
+                while (piece := await self._unless_silent(response.request, anext(pieces, None))) is not None:
+                    yield piece
+        except httpx.HTTPError as error:
+            _log.warning("relay.answer_broke", url=str(response.url), error=reason(error))
+            raise NodeUnavailable(f"{server} broke off its answer: {reason(error)}") from error
 
     def end(self, response: httpx.Response) -> None:
         """Close the connection of an abandoned answer, also if its reader was cancelled."""
@@ -154,7 +160,7 @@ class Relay(Response):
         self._answer: RelayedAnswer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(hung_up(receive))
+        watch = asyncio.create_task(disconnected(receive))
         work = asyncio.create_task(self._work(send))
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)

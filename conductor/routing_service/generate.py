@@ -14,7 +14,6 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
@@ -27,9 +26,8 @@ from tanghulu.conductor.pool_router.relaying import (
     answer_headers,
     reason,
 )
-from tanghulu.conductor.routing.overrides import RoutingOverrides
-from tanghulu.conductor.routing_service import types
-from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.api import RouterApi, overrides_of
+from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -37,7 +35,6 @@ from tanghulu.types import InstanceId
 
 MAX_ATTEMPTS = 3
 WORKER_HEADER = "x-tanghulu-worker"
-_OVERRIDES = ("policy", "weights", "worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,8 @@ class _ParsedGenerate:
 class Generator:
     """Forwards to the workers of ``service`` that have a URL."""
 
-    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock, client: RelayClient) -> None:
-        self._service, self._hasher, self._clock, self._client = service, hasher, clock, client
+    def __init__(self, api: RouterApi, clock: Clock, client: RelayClient) -> None:
+        self._api, self._service, self._clock, self._client = api, api.service, clock, client
 
     async def aclose(self) -> None:
         await self._client.close()
@@ -84,14 +81,11 @@ class Generator:
 
     async def _pieces(self, parsed: _ParsedGenerate, response: httpx.Response) -> AsyncIterator[bytes]:
         began = False
-        try:
-            async for piece in self._client.pieces(response):
-                if not began:
-                    began = True
-                    self._prefilled(parsed)
-                yield piece
-        except httpx.HTTPError as error:
-            raise NodeUnavailable(f"the worker broke off its answer: {reason(error)}") from error
+        async for piece in self._client.pieces(response, "the worker"):
+            if not began:
+                began = True
+                self._prefilled(parsed)
+            yield piece
 
     def _prefilled(self, parsed: _ParsedGenerate) -> None:
         if self._service.has_request(parsed.request_id, parsed.caller):  # its worker may have been removed meanwhile
@@ -138,17 +132,8 @@ class Generator:
             raise InvalidRequest(
                 "/generate requires input_ids, a list of token ids: the routing service has no tokenizer"
             )
-        overrides = _overrides(given.pop("routing", {}))
+        overrides = overrides_of(given.pop("routing", {}), "routing: ")
         rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        query = types.query_of_tokens(self._hasher, as_tokens(ids), overrides, str(given.get("session", "")), caller)
+        query = self._api.query(as_tokens(ids), overrides, str(given.get("session", "")), caller)
         return _ParsedGenerate(request_id, query, json.dumps(given).encode(), caller)
-
-
-def _overrides(given: Any) -> RoutingOverrides:
-    if not isinstance(given, dict) or not given.keys() <= set(_OVERRIDES):
-        raise InvalidRequest(f"routing has other fields than {', '.join(_OVERRIDES)}")
-    weights, worker = given.get("weights", {}), str(given.get("worker", ""))
-    if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
-        raise InvalidRequest("routing.weights are numbers by name")
-    return types.overrides_of(str(given.get("policy", "")), weights, worker, worker)

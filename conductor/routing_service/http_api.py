@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Request
+from msgspec import Meta, Struct
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from tanghulu.conductor.http.reply import parse, read_body
-from tanghulu.conductor.inference.schema import MAX_LABELS, at_most
+from tanghulu.conductor.http.reply import read_body
+from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.pool_router.relaying import Relay
-from tanghulu.conductor.routing_service import types
+from tanghulu.conductor.routing_service.api import MAX_HASH_BYTES, RouterApi
 from tanghulu.conductor.routing_service.generate import Generator
-from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import Best, RoutingClient, RoutingService
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.errors import InvalidRequest
-from tanghulu.runtime.clock import Clock
-from tanghulu.session.load import WorkerLoad
 from tanghulu.types import InstanceId
 from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.routes import add_metrics, check_path, rest
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Count = Annotated[int, Field(ge=0, lt=1 << 32)]
-Speed = Annotated[float, Field(ge=0)]
-Hash = (
-    Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=2, max_length=2 * types.MAX_HASH_BYTES)]
-)
-Hashes = Annotated[list[Hash], Field(fail_fast=True)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Speed = Annotated[float, Meta(ge=0)]
+Hash = int | Annotated[str, Meta(min_length=2, max_length=2 * MAX_HASH_BYTES)]
 
 
-class StrictBody(BaseModel):
-    """A body with strict types and no unknown fields: a misspelt field would silently have no effect."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
+class StrictBody(Struct, forbid_unknown_fields=True):
+    """A body without unknown fields: a misspelt field would silently have no effect."""
 
 
 class WorkerBody(StrictBody):
@@ -66,21 +61,21 @@ class EventsBody(StrictBody):
     """POST /publish_events; ``cleared`` comes before ``stored``."""
 
     worker: Name
-    stored: Hashes = Field(default_factory=list)
-    removed: Hashes = Field(default_factory=list)
+    stored: list[Hash] = []
+    removed: list[Hash] = []
     cleared: bool = False
 
 
 class QuestionBody(StrictBody):
     """POST /best_worker, /overlaps, /potential_loads."""
 
-    block_hashes: Hashes = Field(default_factory=list)
-    tokens: Annotated[list[Count], Field(fail_fast=True)] | None = None
+    block_hashes: list[Hash] = []
+    tokens: list[Count] = []
     num_tokens: Count = 0
     request_id: str = ""
     session: str = ""
     policy: str = ""
-    weights: Annotated[dict[str, float], at_most(MAX_LABELS)] = Field(default_factory=dict)
+    weights: dict[str, float] = {}
     prefill_worker: str = ""
     decode_worker: str = ""
     explain: bool = False
@@ -92,19 +87,29 @@ class RequestBody(StrictBody):
     request_id: Name
 
 
-def make_app(
-    service: RoutingService,
-    hasher: types.Hasher,
-    clock: Clock,
-    registry: CollectorRegistry,
-    max_body_bytes: int,
-    generator: Generator,
-) -> FastAPI:
-    """Build all routes on ``service``."""
-    app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
+def make_app(api: RouterApi, registry: CollectorRegistry, max_body_bytes: int, generator: Generator) -> FastAPI:
+    """Build all routes on ``api``."""
+    app, service = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False), api.service
     errors.install(app, "the router")
-    _add_workers(app, service, max_body_bytes)
-    _add_requests(app, service, hasher, clock, max_body_bytes)
+
+    def add(path: str, model: type[StrictBody], call: Callable[..., Any], method: str = "POST") -> None:
+        async def route(request: Request) -> Any:
+            body = await read_body(request, max_body_bytes)
+            parsed = await made_ready(len(body) > INLINE_BYTES, _parse, model, body)
+            return _shown(call(parsed, _caller(request)))
+
+        app.add_api_route(path, route, methods=[method], name=call.__name__, description=call.__doc__)
+
+    add("/workers", WorkerBody, api.put_worker, "PUT")
+    add("/report_load", LoadBody, api.report_load)
+    add("/publish_events", EventsBody, api.publish_events)
+    add("/best_worker", QuestionBody, api.best_worker)
+    add("/add_request", QuestionBody, api.add_request)
+    add("/prefill_completed", RequestBody, api.prefill_completed)
+    add("/free", RequestBody, api.free)
+    add("/overlaps", QuestionBody, api.overlaps)
+    add("/potential_loads", QuestionBody, api.potential_loads)
+    _add_workers(app, service)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
@@ -122,7 +127,7 @@ def make_app(
     return app
 
 
-def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> None:
+def _add_workers(app: FastAPI, service: RoutingService) -> None:
     @app.get("/workers")
     async def workers() -> list[dict[str, Any]]:
         """Return all workers, with their blocks used by requests in progress and their blocks in the index."""
@@ -138,32 +143,11 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
             for target in service.workers
         ]
 
-    @app.put("/workers")
-    async def put_worker(request: Request) -> dict[str, Any]:
-        """Register a worker."""
-        body = await parse(WorkerBody, await read_body(request, max_body_bytes))
-        service.put_worker(InstanceId(body.worker), types.role_of(body.role), types.place_of(body.place), body.url)
-        return {}
-
     @app.delete("/workers/" + rest("worker"))
     async def remove_worker(worker: str, request: Request) -> dict[str, Any]:
         """Remove a worker."""
         check_path(request)
         service.remove_worker(InstanceId(worker))
-        return {}
-
-    @app.post("/report_load")
-    async def report_load(request: Request) -> dict[str, Any]:
-        """Record a worker's own load figures."""
-        body = await parse(LoadBody, await read_body(request, max_body_bytes))
-        service.report(InstanceId(body.worker), WorkerLoad(**body.model_dump(exclude={"worker"})))
-        return {}
-
-    @app.post("/publish_events")
-    async def publish_events(request: Request) -> dict[str, Any]:
-        """Apply changes of a worker's cache."""
-        body = await parse(EventsBody, await read_body(request, max_body_bytes))
-        service.kv_event(InstanceId(body.worker), types.change_of(body))
         return {}
 
     @app.get("/dump_events")
@@ -172,62 +156,26 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
         return [{"worker": event.holder, "stored": [h.hex() for h in event.blocks]} for event in service.dump_events()]
 
 
-def _add_requests(
-    app: FastAPI, service: RoutingService, hasher: types.Hasher, clock: Clock, max_body_bytes: int
-) -> None:
-    async def parsed(request: Request) -> tuple[QuestionBody, RoutingQuery]:
-        body = await parse(QuestionBody, await read_body(request, max_body_bytes))
-        return body, types.query_of(hasher, body, _caller(request))
+def _parse(model: type[StrictBody], body: bytes) -> StrictBody:
+    check_marks(body)
+    try:
+        return msgspec.json.decode(body, type=model)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is malformed: {error}") from None
 
-    @app.post("/best_worker")
-    async def best_worker(request: Request) -> dict[str, Any]:
-        """Return the best workers for a request; request_id adds it there, explain returns all candidates."""
-        body, query = await parsed(request)
-        best = service.best(query, clock.now_s(), body.request_id, body.explain, _caller(request))
-        return {
-            "prefill_worker": best.prefill,
-            "decode_worker": best.decode,
-            "overlap_blocks": best.overlap_blocks,
-            "candidates": [
-                {"worker": c.worker, "phase": c.phase, "score": c.score, **dict(c.terms)} for c in best.candidates
-            ],
-        }
 
-    @app.post("/add_request")
-    async def add_request(request: Request) -> dict[str, Any]:
-        """Add a request already routed by the gateway: prefill_worker and possibly decode_worker are named."""
-        body, query = await parsed(request)
-        prefill, decode = InstanceId(body.prefill_worker), InstanceId(body.decode_worker or body.prefill_worker)
-        if not body.request_id:
-            raise InvalidRequest("add_request needs a request_id")
-        service.add_request(body.request_id, query, prefill, decode, clock.now_s(), _caller(request))
-        return {}
-
-    @app.post("/prefill_completed")
-    async def prefill_completed(request: Request) -> dict[str, Any]:
-        """Record the first token of a request."""
-        body = await parse(RequestBody, await read_body(request, max_body_bytes))
-        service.prefill_completed(body.request_id, clock.now_s(), _caller(request))
-        return {}
-
-    @app.post("/free")
-    async def free(request: Request) -> dict[str, Any]:
-        """Record the end of a request."""
-        body = await parse(RequestBody, await read_body(request, max_body_bytes))
-        return {"freed": service.free(body.request_id, _caller(request))}
-
-    @app.post("/overlaps")
-    async def overlaps(request: Request) -> dict[str, int]:
-        """Return the number of leading blocks each worker has or is computing."""
-        _, query = await parsed(request)
-        found = service.overlaps(query.hashes, clock.now_s())
-        return {str(worker): num_blocks for worker, num_blocks in found.items()}
-
-    @app.post("/potential_loads")
-    async def potential_loads(request: Request) -> list[dict[str, Any]]:
-        """Return the load each worker would have with the request."""
-        _, query = await parsed(request)
-        return [asdict(load) for load in service.potential_loads(query, clock.now_s())]
+def _shown(result: Any) -> Any:
+    """Return the result of a method as JSON's types."""
+    if not isinstance(result, Best):
+        return {} if result is None else result
+    return {
+        "prefill_worker": result.prefill,
+        "decode_worker": result.decode,
+        "overlap_blocks": result.overlap_blocks,
+        "candidates": [
+            {"worker": c.worker, "phase": c.phase, "score": c.score, **dict(c.terms)} for c in result.candidates
+        ],
+    }
 
 
 def _caller(request: Request) -> RoutingClient:

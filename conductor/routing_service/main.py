@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -13,20 +14,18 @@ from tanghulu.conductor.pool_router import main as pools_main
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing_service.api import Hasher, RouterApi
 from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.service import RoutingService
-from tanghulu.conductor.routing_service.types import Hasher
-from tanghulu.conductor.routing_service.vllm_events import EventSource, parse_sources
-from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.conductor.routing_service.vllm_events import EventSource, VllmFollower, parse_sources
 from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNetworks
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
-from tanghulu.rpc.grpc_edge import KEYS, MOST_CONNECTIONS, GrpcKeyAuthorizer, guarded_server
-from tanghulu.rpc.grpc_edge import listen as listen_grpc
+from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import SecretOptions
@@ -96,15 +95,16 @@ class RouterServer:
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
         self._server = Server(config, config.host)
         self.address = self.grpc_address = Address("", 0)
-        self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
+        self.api = RouterApi(self.service, config.hasher(), SystemClock())
+        self._registry = registry
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[RouterServer]:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         client = RelayClient(config.silence_timeout_s, config.tls)
-        generator = Generator(self.service, self._hasher, self._clock, client)
-        routes = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
+        generator = Generator(self.api, SystemClock(), client)
+        routes = make_app(self.api, self._registry, config.max_body_size, generator)
         app = self._server.authorized(routes, route_rights.ROUTING_SERVICE)
         async with (
             contextlib.aclosing(generator),
@@ -118,19 +118,15 @@ class RouterServer:
     @contextlib.asynccontextmanager
     async def _serving_grpc(self, generator: Generator, server: HttpServer) -> AsyncIterator[None]:
         config, keys = self.config, self._server.keys
-        authorizer = None if keys is None else GrpcKeyAuthorizer(keys, RIGHTS)
-        options = {MOST_CONNECTIONS: config.max_connections}
-        rpc = guarded_server(config.max_connections, authorizer, options, shares=KEYS)
-        servicer = RouterServicer(self.service, self._hasher, self._clock, generator, keys)
-        router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
-        where, tls = Address(config.host, config.grpc_port), config.tls if config.tls.cert else None
-        self.grpc_address = listen_grpc(rpc, where, tls, mutual=config.tls_mutual, flag="--grpc-port")
-        await rpc.start()
+        add = partial(router_pb2_grpc.add_RouterServicer_to_server, RouterServicer(self.api, generator, keys))
+        port = GrpcPort(config, add, keys, RIGHTS)
+        await port.start(Address(config.host, config.grpc_port))
+        self.grpc_address = port.address
         try:
             yield
         finally:
             server.stop()
-            await rpc.stop(config.grace_s)
+            await port.stop(config.grace_s)
 
     def _follower(self, source: EventSource) -> VllmFollower:
         """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""

@@ -22,7 +22,8 @@ from msgspec import structs
 
 from tanghulu.auth.api_keys import ApiKey
 from tanghulu.conductor.dispatch.router import with_both_phases
-from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.index.events import events_of
+from tanghulu.conductor.index.prefix_index import PrefixIndex, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
@@ -175,7 +176,7 @@ class RoutingService:
             self._worker_views = WorkerViews(self.workers)
             return
         if len(self._targets) >= MAX_WORKERS:
-            raise Overloaded(f"there are {MAX_WORKERS} workers already")
+            raise Overloaded(f"there are {MAX_WORKERS} workers already; remove one first")
         self._targets[worker] = RoutableWorker(worker, role, place, LoadTracker(), url=url)
         self._worker_views = WorkerViews(self.workers)
         self.report(worker, WorkerLoad())
@@ -204,12 +205,8 @@ class RoutingService:
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:
         """Apply an event of a worker's cache. Raises InvalidRequest for an unknown worker."""
         self._target(worker)
-        if change.cleared:
-            self.index.apply(Cleared(worker))
-        if change.removed:
-            self.index.apply(Removed(worker, change.removed))
-        if change.stored:
-            self.index.apply(Stored(worker, change.stored))
+        for event in events_of(worker, change):
+            self.index.apply(event)
 
     def dump_events(self) -> Iterator[Stored]:
         """Yield events that turn an empty index into this one."""
@@ -236,7 +233,7 @@ class RoutingService:
         shown = restricted(every, query.overrides)
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
-            raise NodeUnavailable("no worker is registered that could take the request")
+            raise NodeUnavailable("no worker that could take the request is registered")
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
         if request_id:
@@ -273,7 +270,7 @@ class RoutingService:
         name = caller.request(request_id)
         added = self._added.get(name)
         if added is None:
-            raise InvalidRequest(f"request {request_id!r} is not under way")
+            raise InvalidRequest(f"request {request_id!r} is not in progress")
         if added.prefilled:
             return
         added.prefilled = True
@@ -345,7 +342,7 @@ class RoutingService:
     def _target(self, worker: InstanceId) -> RoutableWorker:
         target = self._targets.get(worker)
         if target is None:
-            raise InvalidRequest(f"worker {worker!r} is unknown; there is {', '.join(self._targets) or 'none'}")
+            raise InvalidRequest(f"worker {worker!r} is unknown; registered: {', '.join(self._targets) or 'none'}")
         return target
 
     def _request(self, query: RoutingQuery) -> RequestView:
@@ -366,11 +363,11 @@ class RoutingService:
     ) -> None:
         name, client = caller.request(request_id), caller.client
         if name in self._added:
-            raise InvalidRequest(f"request {request_id!r} is under way already")
+            raise InvalidRequest(f"request {request_id!r} is already in progress")
         if len(self._added) >= MAX_REQUESTS:
-            raise Overloaded(f"{MAX_REQUESTS} requests are under way; free those that have ended")
+            raise Overloaded(f"{MAX_REQUESTS} requests are in progress; free those that have ended")
         if client and self._num_of[client] >= MAX_REQUESTS_PER_KEY:
-            raise Overloaded(f"{MAX_REQUESTS_PER_KEY} requests of this key are under way; free those that have ended")
+            raise Overloaded(f"{MAX_REQUESTS_PER_KEY} requests of this key are in progress; free those that have ended")
         request, target = self._request(query), self._targets[prefill.id]
         rest_tokens = request.rest_tokens(prefill.match_blocks)
         self._added[name] = _Added(client, target, decode, query.hashes, request.num_blocks)

@@ -38,10 +38,10 @@ class WorkerNetworks:
         """Return ``url`` without a trailing slash. Raises InvalidRequest for plain HTTP, or a host outside them."""
         read = parse_url(url)
         if self._encrypted and not read.startswith("https:"):
-            raise InvalidRequest(f"url {url!r} is plain HTTP, and this router speaks TLS to workers: use https://")
+            raise InvalidRequest(f"url {url!r} is plain HTTP, but this router uses TLS; give an https:// URL")
         address = _address(httpx.URL(read).host)
         if address is not None and not self._holds(address):
-            raise InvalidRequest(f"url {url!r} leads out of the workers' networks, {self._text} (--worker-networks)")
+            raise InvalidRequest(f"url {url!r} is outside the workers' networks, {self._text} (--worker-networks)")
         return read
 
     async def addresses_of(self, host: str) -> list[str]:
@@ -52,11 +52,11 @@ class WorkerNetworks:
             try:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError) as error:
-                raise NodeUnavailable(f"no address is known of {host}: {error}") from error
+                raise NodeUnavailable(f"cannot resolve {host}: {error}") from error
             found = [str(info[4][0]) for info in infos]
         inside = [each for each in found if (address := _address(each)) is not None and self._holds(address)]
         if not inside:
-            raise NodeUnavailable(f"{host} is at {', '.join(found)}, out of the workers' networks, {self._text}")
+            raise NodeUnavailable(f"{host} is at {', '.join(found)}, outside --worker-networks {self._text}")
         return inside
 
     def _holds(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

@@ -37,7 +37,7 @@ class SpanExport:
     def __init__(self, endpoint: str, instance: str) -> None:
         address = urlsplit(endpoint)
         if address.scheme not in ("http", "https") or not address.netloc:
-            raise ConfigError(f"--otlp-endpoint {endpoint} is no address such as http://collector:4318")
+            raise ConfigError(f"--otlp-endpoint {endpoint} is not a URL such as http://collector:4318")
         require("otel", "--otlp-endpoint")
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

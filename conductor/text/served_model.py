@@ -180,7 +180,7 @@ class ServedModel:
         if wanted is not None and wanted > most:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context} tokens: the prompt has {num_prompt_tokens} and "
-                f"{wanted} more are asked for; ask for at most {most}, or shorten the prompt"
+                f"{wanted} more are requested; request at most {most}, or shorten the prompt"
             )
         return most if wanted is None else wanted
 

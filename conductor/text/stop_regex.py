@@ -78,7 +78,7 @@ class StopPattern:
                 tree = parser.parse(source)
             whole = self._sequence(tree, tree.state.flags)
         except (re.error, OverflowError, RecursionError) as error:
-            raise self._refusal(f"is no regular expression: {error}") from None
+            raise self._refusal(f"is not a regular expression: {error}") from None
         if whole.nullable:
             raise self._refusal("matches the empty text, so it would stop everything")
         self._first = frozenset(whole.first)
@@ -182,7 +182,7 @@ class StopPattern:
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             least, most, inner = value
             return self._repeat(least, most, inner, flags)
-        raise self._refusal("looks around (anchors, look-ahead, back references), which stop_regex cannot")
+        raise self._refusal("uses anchors, look-around or back references, which are not supported")
 
     def _branch(self, branches: Iterable[Any], flags: int) -> _Part:
         whole = _Part(nullable=False)

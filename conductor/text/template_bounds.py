@@ -77,7 +77,7 @@ class Work:
         """Spend ``amount``. Raises WorkExceeded if less is left, or no time."""
         self._left -= amount
         if self._left < 0:
-            raise WorkExceeded("it does too much work")
+            raise WorkExceeded("it exceeds its limit of work")
         if time.monotonic() > self._until_s:
             raise WorkExceeded(f"it takes more than {self._seconds:g} s")
 
@@ -97,7 +97,7 @@ class Work:
                 if isinstance(value, Mapping):
                     self._walk(value[each], texts, indent, depth + 1)
         elif texts and isinstance(value, jinja2.utils.Namespace):
-            raise WorkExceeded("it shows a namespace")
+            raise WorkExceeded("it outputs a namespace")
 
 
 _work: ContextVar[Work] = ContextVar("work")
@@ -254,7 +254,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _MAX_INTEGER_BITS:
-                raise WorkExceeded("it computes with numbers that are too large")
+                raise WorkExceeded("it computes with too large numbers")
         elif operator == "*":
             count = left if isinstance(left, int) else right if isinstance(right, int) else 0
             work.spend(max(count, 0) * max(_length(left), _length(right)))
@@ -281,7 +281,7 @@ def _length(value: Any) -> int:
 def _spend_on_format(work: Work, text: Any, arguments: Any) -> None:
     """Spend the cost of formatting: each field may show all of ``arguments``."""
     if isinstance(text, bytes) or _COSTLY_FORMAT.search(text):
-        raise WorkExceeded("it formats with a width that is too large")
+        raise WorkExceeded("it formats with too large a width")
     for _ in range(1 + text.count("{") + text.count("%")):
         work.spend_on(arguments)
         work.spend(STEP)
@@ -367,4 +367,4 @@ def _spend_on_filter(work: Work, name: str, given: list[Any], kwargs: Mapping[st
         work.spend(width * (str(given[0]).count("\n") + 1) if name == "indent" else 0)
         work.spend_on(given[0], indent=width)
     elif name == "sum" and not all(isinstance(each, int | float) for each in (*given[2:], kwargs.get("start", 0))):
-        raise WorkExceeded("it adds up what are no numbers")
+        raise WorkExceeded("it sums values that are not numbers")

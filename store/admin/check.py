@@ -12,9 +12,9 @@ from enum import Enum
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.store.admin.rows import Row, plain
-from tanghulu.store.admin.steps import Order, asking
-from tanghulu.store.client.model import KeyInfo, NodeView
-from tanghulu.store.protocol.messages import Verified, VerifiedPage
+from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.client.model import KeyInfo
+from tanghulu.store.protocol.messages import Verified
 
 
 class Kind(Enum):
@@ -73,53 +73,51 @@ def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified
     return findings
 
 
-def check(*, with_repair: bool, progress: Progress | None = None) -> Order[CheckReport]:
+async def check(store: AsyncClient, *, with_repair: bool, progress: Progress | None = None) -> CheckReport:
     """Verify the bytes of all chunks in memory and compare directory and nodes; optionally repair the findings."""
-    findings, num_chunks = yield from find(progress)
-    left = (yield from _repair()) if findings and with_repair else findings
+    findings, num_chunks = await find(store, progress)
+    left = await _repair(store) if findings and with_repair else findings
     return CheckReport(num_chunks, tuple(findings), tuple(left))
 
 
-def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], int]]:
+async def find(store: AsyncClient, progress: Progress | None = None) -> tuple[list[CheckFinding], int]:
     """Return the findings common to two consecutive checks, and the number of chunks checked."""
-    first, num_chunks = yield from _look(progress)
+    first, num_chunks = await _look(store, progress)
     if not first:
         return [], num_chunks
-    again, num_chunks = yield from _look(progress)
+    again, num_chunks = await _look(store, progress)
     stands = set(again)
     return [finding for finding in first if finding in stands], num_chunks
 
 
-def _repair() -> Order[list[CheckFinding]]:
+async def _repair(store: AsyncClient) -> list[CheckFinding]:
     """Drop corrupt chunks and have the nodes report to the master again; return the remaining findings."""
-    yield from _look(None, drop_corrupt=True, report=True)
-    left, _ = yield from find()
+    await _look(store, None, drop_corrupt=True, report=True)
+    left, _ = await find(store)
     return left
 
 
-def _look(
-    progress: Progress | None, *, drop_corrupt: bool = False, report: bool = False
-) -> Order[tuple[list[CheckFinding], int]]:
-    views: list[NodeView] = yield asking("nodes")
+async def _look(
+    store: AsyncClient, progress: Progress | None, *, drop_corrupt: bool = False, report: bool = False
+) -> tuple[list[CheckFinding], int]:
+    views = await store.nodes()
     held: dict[str, dict[str, Verified]] = {}
     silent: list[CheckFinding] = []
     for number, view in enumerate(views):
         if progress is not None:
             progress(number, len(views))
         try:
-            held[view.id] = yield from _held_by(view.id, drop_corrupt=drop_corrupt, report=report)
+            held[view.id] = await _held_by(store, view.id, drop_corrupt=drop_corrupt, report=report)
         except (NodeUnavailable, DeadlineExceeded):  # it is stalled, or has just left
             silent.append(CheckFinding(Kind.SILENT, view.id, ""))
-    listing: list[KeyInfo] = yield asking("list_keys")
-    return silent + compare(listing, held), sum(map(len, held.values()))
+    return silent + compare(await store.list_keys(), held), sum(map(len, held.values()))
 
 
-def _held_by(node: str, *, drop_corrupt: bool, report: bool) -> Order[dict[str, Verified]]:
+async def _held_by(store: AsyncClient, node: str, *, drop_corrupt: bool, report: bool) -> dict[str, Verified]:
     held: dict[str, Verified] = {}
     after, more = "", True
     while more:
-        page: VerifiedPage = yield asking(
-            "verify",
+        page = await store.verify(
             node,
             after,
             drop_corrupt=drop_corrupt,

@@ -38,7 +38,7 @@ class InFlight:
     def holding(self, amount: int = 1) -> Iterator[None]:
         """Count ``amount`` inside the block; raises Overloaded if there is no room for it."""
         if self.now + amount > self._most:
-            raise Overloaded(f"{self._what} under way here have reached their bound; try again in a moment")
+            raise Overloaded(f"too many {self._what} are in progress here; retry in a moment")
         self.now += amount
         try:
             yield
@@ -65,8 +65,8 @@ class InFlight:
             nonlocal held
             if self.now > held and self.now + num_bytes > self._most:
                 raise Overloaded(
-                    f"{self._what} under way here have {format_size(self.now)}, and {format_size(num_bytes)} more "
-                    f"would be above the bound of {format_size(self._most)}; try again in a moment"
+                    f"{self._what} in progress here take {format_size(self.now)}, and {format_size(num_bytes)} more "
+                    f"would exceed the limit of {format_size(self._most)}; retry in a moment"
                 )
             self.now += num_bytes
             held += num_bytes

@@ -15,9 +15,8 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.admin import orders
 from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
-from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
-from tanghulu.store.gateway.gateway import Gateway, Patience
+from tanghulu.store.gateway.gateway import Gateway, TimeLimit
 from tanghulu.store.gateway.values_api import check_for_change
 from tanghulu.web.routes import rest
 
@@ -60,21 +59,21 @@ def router(gateway: Gateway) -> APIRouter:
             raise InvalidRequest("give either prefix= or regex=, not empty; regex=^ removes everything")
         with gateway.removals.holding():
             async with gateway.store(request.headers) as store:
-                return await _remove_several(store, prefix or "", regex, gateway.patience())
+                return await _remove_several(store, prefix or "", regex, gateway.time_limit())
 
     @api.delete("/v1/chunks/" + rest("key"), summary="Remove a chunk")
     async def remove(request: Request, key: str) -> Row:
         """404 if there is none."""
         async with gateway.store(request.headers) as store:
             await check_for_change(request, store, key)
-            removal = await perform_async(store, orders.remove([key]))
-        removal.complain()
+            removal = await orders.remove(store, [key])
+        removal.raise_failure()
         return removal.row()
 
     return api
 
 
-async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, patience: Patience) -> Row:
+async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, time_limit: TimeLimit) -> Row:
     total, after, more = RemovalOutcome(0), "", True
     while more:
         page, more = await store.key_page(prefix, after)
@@ -84,9 +83,9 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
         if regex is not None:
             keys = await matching(regex, keys, _MATCH_S)
         if keys:
-            total = total.plus(await perform_async(store, orders.remove(keys)))
+            total = total.plus(await orders.remove(store, keys))
         if more:
-            patience.left_s()
+            time_limit.left_s()
     if total.failure is not None:
         raise total.failure
     return RemovalOutcome(total.num_removed).row()  # it does not matter which request removed a listed key first
@@ -113,7 +112,7 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
     Raises InvalidRequest for an invalid regular expression, or one that takes longer than ``within_s``.
     """
     if len(pattern) > MAX_PATTERN:
-        raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN}")
+        raise InvalidRequest(f"the pattern has {len(pattern)} characters; the limit is {MAX_PATTERN}")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", "-c", _TRY, str(int(within_s) + 2)),
         stdin=asyncio.subprocess.PIPE,
@@ -131,5 +130,5 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
         await process.wait()
     result = json.loads(output) if process.returncode == 0 else "it ended the process that tried it"
     if isinstance(result, str):
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {result}")
+        raise InvalidRequest(f"{pattern!r} is not a regular expression: {result}")
     return [keys[index] for index in result]

@@ -104,7 +104,7 @@ class ClientCache(Generic[K, V]):
         if len(self._entries) >= self._max_entries:
             oldest = next((key for key, entry in self._entries.items() if not entry.num_uses), None)
             if oldest is None:
-                raise Overloaded(f"{self._max_entries} tokens are in use at this gateway; try again in a moment")
+                raise Overloaded(f"{self._max_entries} tokens are in use at this gateway, its limit; retry in a moment")
             closing.append(self._entries.pop(oldest).value)
         self._entries[key] = _Entry(value, now_s, now_s)
         return closing

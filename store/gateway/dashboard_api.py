@@ -87,7 +87,7 @@ def router(gateway: Gateway) -> APIRouter:
 
         async def known(token: str) -> None:
             if not token.isascii() or not token.isprintable():
-                raise Unauthorized("the form contains no token")
+                raise Unauthorized("the form contains no token; enter yours")
             await _admit(gateway, Credentials("", token, gateway.config.master.credentials.tls))
 
         return await _PAGE.log_in(request.scope, request.receive, known) or Response()

@@ -48,7 +48,7 @@ class Gateway:
         if self.config.require_token:
             raise Unauthorized("this gateway requires a token: send the header Authorization: Bearer TOKEN")
         if tenant:
-            raise Unauthorized(f"the header {TENANT} comes with a token of an operator, in Authorization")
+            raise Unauthorized(f"the header {TENANT} requires an operator's token in Authorization")
         return own
 
     @contextlib.asynccontextmanager
@@ -60,9 +60,9 @@ class Gateway:
         async with self.clients.of(self.credentials_of(headers)) as client:
             yield client
 
-    def patience(self) -> Patience:
+    def time_limit(self) -> TimeLimit:
         """Return the time bound of a request that consists of many calls and begins now."""
-        return Patience(self.config.request_s)
+        return TimeLimit(self.config.request_s)
 
     def check(self) -> None:
         """Assert the bounds."""
@@ -71,7 +71,7 @@ class Gateway:
         self.clients.check()
 
 
-class Patience:
+class TimeLimit:
     """The deadline of a request that consists of many calls, checked between them."""
 
     def __init__(self, seconds: float) -> None:
@@ -82,5 +82,5 @@ class Patience:
         """Return the seconds left; raises DeadlineExceeded if there are none."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
-            raise DeadlineExceeded(f"it is not done after {self._seconds:g} s; what was done stays done")
+            raise DeadlineExceeded(f"not finished after {self._seconds:g} s; changes made so far remain")
         return left_s

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc.aio
-import structlog
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import store_pb2 as pb
@@ -20,9 +19,8 @@ from tanghulu.rpc import grpc_edge
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.protocol.types import validate_key
-from tanghulu.types import Address, format_size
+from tanghulu.types import format_size
 
-_log = structlog.get_logger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 A = TypeVar("A")
 
@@ -67,7 +65,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
                 length = (await store.stat(request.key)).size_bytes - request.offset
             if length > MAX_VALUE_BYTES:
                 raise InvalidRequest(
-                    f"{format_size(length)} of {request.key!r} do not fit into a message of gRPC; get at most "
+                    f"{format_size(length)} of {request.key!r} exceed a gRPC message; get at most "
                     f"{format_size(MAX_VALUE_BYTES)} with offset and length, or the whole value over HTTP"
                 )
             self._hold(max(length, 0), context)
@@ -157,37 +155,11 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 def _pin(number: int) -> str:
     name = _PINS.get(number)
     if name is None:
-        raise InvalidRequest(f"pin {number} is none of {', '.join(_PIN_NUMBERS)}")
+        raise InvalidRequest(f"pin {number} is unknown; use one of {', '.join(_PIN_NUMBERS)}")
     return name
 
 
 def _bounded(keys: Sequence[str]) -> list[str]:
     if len(keys) > KEYS_PER_PAGE:
-        raise InvalidRequest(f"{len(keys)} keys in one call are more than {KEYS_PER_PAGE}; send them in several")
+        raise InvalidRequest(f"{len(keys)} keys in one call; the limit is {KEYS_PER_PAGE}, so split them")
     return list(keys)
-
-
-class StorePort:
-    """A gRPC server beside the HTTP port, with the same certificates."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self) -> None:
-        """Listen at ``--grpc-port``. Raises ConfigError if it is taken."""
-        config = self._gateway.config
-        options = {grpc_edge.MOST_CONNECTIONS: config.max_connections}
-        server = grpc_edge.guarded_server(config.max_requests, None, options)
-        store_pb2_grpc.add_StoreServicer_to_server(StoreServicer(self._gateway), server)
-        tls = config.tls if config.tls.cert else None
-        where = Address(config.host, config.grpc_port)
-        address = grpc_edge.listen(server, where, tls, mutual=config.tls_mutual, flag="--grpc-port")
-        await server.start()
-        self._server = server
-        _log.info("grpc.listening", address=str(address))
-
-    async def stop(self, grace_s: float) -> None:
-        """Accept no more calls, and let current ones continue for ``grace_s``. No error if it does not listen."""
-        if self._server is not None:
-            await self._server.stop(grace_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -11,13 +12,15 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from tanghulu.errors import TanghuluError, Unauthorized
+from tanghulu.protos import store_pb2_grpc
+from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, nodes_api, values_api
 from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
-from tanghulu.store.gateway.grpc_api import StorePort
+from tanghulu.store.gateway.grpc_api import StoreServicer
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.store.gateway.values_api import RangeNotSatisfiable
 from tanghulu.types import Address
@@ -47,7 +50,9 @@ async def serve(process: Process, config: GatewayConfig) -> None:
 @contextlib.asynccontextmanager
 async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Address]:
     gateway = Gateway(config, GatewayMetrics(process.registry), process.stopping)
-    http, grpc = Server(config, config.host), StorePort(gateway)
+    http = Server(config, config.host)
+    add = partial(store_pb2_grpc.add_StoreServicer_to_server, StoreServicer(gateway))
+    grpc = GrpcPort(config, add, max_calls=config.max_requests)
     app = http.authorized(make_app(gateway), _NO_KEYS)
     header_s = min(config.stall_s, HEADER_S)
     async with (
@@ -56,7 +61,7 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         beside(gateway.clients.sweep()),
     ):
         if config.grpc_port >= 0:
-            await grpc.start()
+            await grpc.start(Address(config.host, config.grpc_port))
         try:
             yield Address(config.reachable_host, server.address.port)
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -13,14 +12,12 @@ from tanghulu.errors import DeadlineExceeded, InvalidRequest
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.check import check
 from tanghulu.store.admin.rows import plain
-from tanghulu.store.admin.steps import Order, perform_async
 from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.types import MAX_VALUE_BYTES, parse_size
 
 Row = dict[str, Any]
-Perform = Callable[[Request, Order[Any]], Awaitable[Any]]
 Keys = Annotated[list[str], Field(max_length=KEYS_PER_PAGE)]
 
 
@@ -40,7 +37,7 @@ class EvictBody(CheckedBody):
         """Return (keys, bytes); raises InvalidRequest unless exactly one of the two is given."""
         num_bytes = parse_size(self.bytes)
         if num_bytes > MAX_VALUE_BYTES or bool(self.keys) == bool(num_bytes):
-            raise InvalidRequest('say either "keys" or "bytes" above 0, at most 1 TiB')
+            raise InvalidRequest('give either "keys" or "bytes", above 0 and at most 1 TiB')
         return self.keys, num_bytes
 
 
@@ -63,17 +60,13 @@ def router(gateway: Gateway) -> APIRouter:
     """Return the routes."""
     api = APIRouter()
 
-    async def perform(request: Request, order: Order[Any]) -> Any:
-        async with gateway.store(request.headers) as store:
-            return await perform_async(store, order)
-
     _questions(api, gateway)
-    _orders_to_one(api, gateway, perform)
-    _orders_to_all(api, gateway, perform)
+    _orders_to_one(api, gateway)
+    _orders_to_all(api, gateway)
     return api
 
 
-def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
+def _orders_to_one(api: APIRouter, gateway: Gateway) -> None:
     """Add the routes for one node."""
 
     @api.post("/v1/nodes/{node}/drain", summary="Have a node's chunks moved away", tags=["nodes"])
@@ -84,50 +77,49 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
     ) -> Row:
         """The node takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if too long)."""
         if wait_s > gateway.config.request_s:
-            raise InvalidRequest(f"wait_s={wait_s:g} is longer than a request may take: {gateway.config.request_s:g} s")
-        order = orders.drain(node, wait=wait_s > 0, timeout_s=wait_s)
-        row: Row = await perform(request, order)
-        return row
+            raise InvalidRequest(f"wait_s={wait_s:g} exceeds the limit of a request, {gateway.config.request_s:g} s")
+        async with gateway.store(request.headers) as store:
+            return await orders.drain(store, node, wait=wait_s > 0, timeout_s=wait_s)
 
     @api.post("/v1/nodes/{node}/undrain", summary="Have a node take chunks again", tags=["nodes"])
     async def undrain(request: Request, node: str) -> Row:
         """Undo a drain. Chunks copied away also stay where they are."""
-        row: Row = await perform(request, orders.undrain(node))
-        return row
+        async with gateway.store(request.headers) as store:
+            return await orders.undrain(store, node)
 
     @api.post("/v1/nodes/{node}/evict", summary="Let chunks of one node go", tags=["nodes"])
     async def evict(request: Request, node: str, body: EvictBody) -> Row:
         """By key, or a number of bytes in the policy's order; chunks being read or pinned hard stay."""
-        row: Row = await perform(request, orders.evict(node, *body.wanted()))
-        return row
+        async with gateway.store(request.headers) as store:
+            return await orders.evict(store, node, *body.wanted())
 
 
-def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
+def _orders_to_all(api: APIRouter, gateway: Gateway) -> None:
     """Add the routes for several nodes, or the master."""
 
     @api.post("/v1/evict", summary="Let chunks go on every node", tags=["nodes"])
     async def evict_everywhere(request: Request, body: EvictBody) -> Row:
         """Evict on each node."""
-        row: Row = await perform(request, orders.evict("", *body.wanted()))
-        return row
+        async with gateway.store(request.headers) as store:
+            return await orders.evict(store, "", *body.wanted())
 
     @api.get("/v1/policy", summary="The nodes' eviction policy", tags=["nodes"])
     async def policy(request: Request, node: Annotated[str, Query(description="this node only")] = "") -> Row:
         """Node -> policy."""
-        row: Row = await perform(request, orders.policy(node, None))
-        return row
+        async with gateway.store(request.headers) as store:
+            return await orders.policy(store, node, None)
 
     @api.put("/v1/policy", summary="Switch the eviction policy while the nodes run", tags=["nodes"])
     async def switch(request: Request, body: PolicyBody) -> Row:
         """Of all nodes, or one; chunks and their order are kept. Lasts until a node restarts."""
-        row: Row = await perform(request, orders.policy(body.node, body.name))
-        return row
+        async with gateway.store(request.headers) as store:
+            return await orders.policy(store, body.node, body.name)
 
     @api.post("/v1/replicate", summary="Have keys copied ahead of demand", tags=["chunks"])
     async def replicate(request: Request, body: ReplicateBody) -> Row:
         """The master copies in the background; unread copies are dropped again."""
-        row: Row = await perform(request, orders.replicate(body.keys, body.holders, body.for_s))
-        return row
+        async with gateway.store(request.headers) as store:
+            return await orders.replicate(store, body.keys, body.holders, body.for_s)
 
     @api.post("/v1/check", summary="Verify all bytes, compare directory and nodes", tags=["store"])
     async def checked(
@@ -137,12 +129,11 @@ def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
         """`findings` are all faults found, `left` the remaining ones after a repair. One check at a time."""
         with gateway.checks.holding():
             try:
-                async with asyncio.timeout(gateway.config.request_s):
-                    report = await perform(request, check(with_repair=repair))
+                async with asyncio.timeout(gateway.config.request_s), gateway.store(request.headers) as store:
+                    report = await check(store, with_repair=repair)
             except TimeoutError:
-                raise DeadlineExceeded(f"the check was not done after {gateway.config.request_s:g} s") from None
-        row: Row = report.row()
-        return row
+                raise DeadlineExceeded(f"the check was not finished after {gateway.config.request_s:g} s") from None
+        return report.row()
 
 
 def _questions(api: APIRouter, gateway: Gateway) -> None:

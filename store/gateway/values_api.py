@@ -82,7 +82,7 @@ def router(gateway: Gateway) -> APIRouter:
         """
         validate_key(key)
         if "content-range" in request.headers:
-            raise InvalidRequest("Content-Range: a value is put whole, not in parts")
+            raise InvalidRequest("Content-Range is not supported; put the whole value")
         put_options(replicas, pin, ttl_s, prefer_node, True, 0)  # before the body is read
         size_bytes = _length(request)
         async with gateway.store(request.headers) as store:
@@ -93,7 +93,7 @@ def router(gateway: Gateway) -> APIRouter:
                 await read_into(request.receive, body, come)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
         if status.existed and (request.headers.get("if-none-match") or "").strip() == "*":
-            raise PreconditionFailed(f"If-None-Match is *, and {key!r} was put meanwhile")
+            raise PreconditionFailed(f"If-None-Match is *, but {key!r} was put meanwhile")
         gateway.metrics.written_bytes.inc(0 if status.existed else size_bytes)
         return JSONResponse(rows.put(status), 200 if status.existed else 201)
 
@@ -110,7 +110,7 @@ async def check_for_change(request: Request, store: GatewayClient, key: str) -> 
     except ChunkNotFound:
         tag = None
     if check_conditions(if_match, if_none_match, tag):
-        raise PreconditionFailed(f"If-None-Match is {if_none_match}, and {key!r} is there with the ETag {tag}")
+        raise PreconditionFailed(f"If-None-Match is {if_none_match}, but {key!r} exists with the ETag {tag}")
 
 
 def conditions_of(request: Request) -> tuple[str | None, str | None]:
@@ -123,7 +123,7 @@ def conditions_of(request: Request) -> tuple[str | None, str | None]:
 def _length(request: Request) -> int:
     length = request.headers.get("content-length")
     if length is None:
-        raise LengthRequired("send the value with its Content-Length; chunked bodies are not taken")
+        raise LengthRequired("Content-Length is missing; chunked bodies are not supported")
     if not int(length):
         raise InvalidRequest("the value is empty; a chunk has at least one byte")
     return int(length)
@@ -135,7 +135,7 @@ async def _refuse_too_large(gateway: Gateway, store: GatewayClient, size_bytes: 
     largest = max((view.capacity_bytes for view in views), default=size_bytes)
     most = min(largest, gateway.config.max_value, gateway.config.max_in_flight_bytes)
     if size_bytes > most:
-        raise BodyTooLarge(f"the value has {format_size(size_bytes)}; at most {format_size(most)} are taken here")
+        raise BodyTooLarge(f"the value has {format_size(size_bytes)}; the limit here is {format_size(most)}")
 
 
 def _headers(version: int) -> dict[str, str]:
@@ -174,7 +174,7 @@ class _ValueReply(Response):
     async def _read(self, store: GatewayClient) -> tuple[Chunk, ByteRange | None, int]:
         """Return (the bytes to send, their part of the value, the value's size)."""
         wanted = self._request.headers.get("range")
-        if wanted is None or not asks_for_part(wanted):
+        if wanted is None or not is_single_range(wanted):
             chunk = await store.get(self._key)
             return chunk, None, len(chunk)
         info = await store.stat(self._key)
@@ -243,7 +243,7 @@ class RangeNotSatisfiable(InvalidRequest):
         self.size_bytes = size_bytes
 
 
-def asks_for_part(header: str | None) -> bool:
+def is_single_range(header: str | None) -> bool:
     """Return whether ``header`` is one well-formed range; several at once, and other units, get the whole value."""
     found = _ONE.fullmatch(header or "")
     if found is None or found.groups() == ("", ""):
@@ -274,7 +274,7 @@ def check_conditions(if_match: str | None, if_none_match: str | None, tag: str |
 
 
 def part_of(header: str, size_bytes: int) -> ByteRange:
-    """Return the range of ``header``, for which ``asks_for_part`` is true, in a value of ``size_bytes``.
+    """Return the range of ``header``, for which ``is_single_range`` is true, in a value of ``size_bytes``.
 
     Example of 10 bytes: ``bytes=2-4`` is (2, 3), ``bytes=8-`` (8, 2), ``bytes=-3`` (7, 3), ``bytes=5-99`` (5, 5).
     Raises RangeNotSatisfiable for ``bytes=10-`` and ``bytes=-0``.

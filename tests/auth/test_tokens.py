@@ -49,19 +49,19 @@ def test_a_token_says_whose_it_is(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "no token"),
-        (ENTRY + "x = 1\n", "'x' is unknown"),
-        (ENTRY.replace("read", "fly"), "'fly' is unknown"),
+        (ENTRY + "x = 1\n", "unknown field `x`"),
+        (ENTRY.replace("read", "fly"), "value 'fly'"),
         (ENTRY.replace("read", "admin"), "'admin' is for operators, because it sees all"),
         (ENTRY.replace("read", "metrics"), "'metrics' is for operators"),
         (
             ENTRY.replace("read", "join"),
             "'join' is for operators, because processes of the",
         ),
-        (ENTRY.replace("acme", "Acme/"), "a name has"),
-        (ENTRY + ENTRY, "are the same"),
+        (ENTRY.replace("acme", "Acme/"), "a name must have"),
+        (ENTRY + ENTRY, "have the same sha256"),
         (ENTRY.replace(hash_of(SECRET), SECRET), "64 hexadecimal digits"),
         (ENTRY + '[tenants.acme]\nquota = "much"\n', "'much'"),
-        (ENTRY + 'expires = "soon"\n', "'soon' is no date"),
+        (ENTRY + 'expires = "soon"\n', "'soon' is not a date"),
         ("[[tokens", "cannot read"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_derived_token_is_of_use_at_one_address_alone(tmp_path: Path) -> None:
     for forged in (shown.token[:-1] + "g", shown.token + "0", "tgd_", "tgd__", "tgd_ü_ü", "tgd_" + "0" * 16 + "_0"):
         with pytest.raises(Unauthorized):
             file.authenticate(Credentials("", forged))
-    with pytest.raises(Unauthorized, match="not one of tenant"):
+    with pytest.raises(Unauthorized, match="does not belong to tenant"):
         file.authenticate(replace(shown, tenant="initech"))
 
 

@@ -117,12 +117,12 @@ def test_a_process_registers_in_the_role_of_its_certificate(tmp_path):
             await connection.close()
 
     try:
-        with pytest.raises(Forbidden, match="to announce chunks needs the certificate of a node"):
+        with pytest.raises(Forbidden, match="to announce chunks requires a certificate with the role node"):
             asyncio.run(announce("worker"))
         asyncio.run(register("worker", Role.DECODE))
         asyncio.run(register("node", Role.NODE))
         for certificate, role in (("client", Role.DECODE), ("worker", Role.NODE), ("conductor", Role.MASTER)):
-            with pytest.raises(Forbidden, match=f"needs the certificate of a .*the one shown is {certificate}"):
+            with pytest.raises(Forbidden, match=f"requires a certificate .*the one presented has {certificate}"):
                 asyncio.run(register(certificate, role))
     finally:
         master.stop()

@@ -45,9 +45,9 @@ def test_what_cannot_be_is_said_and_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     run("create", file, "a")
     before = file.read_text()
-    with pytest.raises(ConfigError, match="two keys are called 'a'"):
+    with pytest.raises(ConfigError, match="two keys are named 'a'"):
         run("create", file, "a")
-    with pytest.raises(ConfigError, match="a name has"):
+    with pytest.raises(ConfigError, match="a name must have"):
         run("create", file, 'b"')
     with pytest.raises(InvalidRequest, match="has no key 'b'"):
         run("revoke", file, "b")
@@ -101,7 +101,7 @@ def test_a_cluster_secret_is_made_once_and_for_its_owner(tmp_path: Path) -> None
     assert isinstance(refused.exception, ConfigError)
     assert read_cluster_secret(f"@{make_cluster_secret(file)}") == secret
     assert make_cluster_secret(tmp_path / "other") != file
-    with pytest.raises(ConfigError, match="has 5 characters and needs 32"):
+    with pytest.raises(ConfigError, match="has 5 characters; it needs at least 32"):
         read_cluster_secret("short")
     with pytest.raises(ConfigError, match="cannot read the cluster secret"):
         read_cluster_secret(f"@{tmp_path}/none")

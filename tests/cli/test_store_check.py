@@ -10,7 +10,7 @@ import pytest
 from tanghulu.cli.store_admin import Disagreement, _complain
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, NodeUnavailable
 from tanghulu.store.admin.check import CheckFinding, Kind, find
-from tanghulu.store.admin.steps import perform
+from tanghulu.store.admin.orders import perform
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol.messages import Verified, VerifiedPage
@@ -41,13 +41,13 @@ class Store:
 
 
 def test_a_node_that_stands_still_is_named_and_the_others_are_looked_at() -> None:
-    findings, num_chunks = perform(cast("Client", Store("b", 2)), find())
+    findings, num_chunks = perform(find, cast("Client", Store("b", 2)))
     assert findings == [CheckFinding(Kind.SILENT, "b", "")], "no word of its chunks: nobody has looked at them"
     assert num_chunks == 1
 
 
 def test_a_node_that_answers_at_the_second_look_is_well() -> None:
-    assert perform(cast("Client", Store("b", 1)), find()) == ([], 2)
+    assert perform(find, cast("Client", Store("b", 1))) == ([], 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from tanghulu.auth.places import Caller, RequestRoom
 from tanghulu.protos import inference_pb2, inference_pb2_grpc, store_pb2, store_pb2_grpc
-from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, Shares, from_rpc_error, guarded_server
+from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, SERVER_OPTIONS, CallAdmission, from_rpc_error, guarded_server
 from tests.rpc.service import until
 
 PUT = "/tanghulu.store.v1.Store/Put"
@@ -158,7 +158,7 @@ async def test_a_caller_has_a_share_of_calls_and_the_others_go_on() -> None:
     class Authorizer(Tenants, grpc.aio.ServerInterceptor):  # type: ignore[misc]  # as grpc's types are
         pass
 
-    server = guarded_server(64, Authorizer(), shares=Shares(4, 3))  # type: ignore[arg-type]
+    server = guarded_server(6, Authorizer())  # type: ignore[arg-type]
     inference_pb2_grpc.add_InferenceServicer_to_server(Streams(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -168,7 +168,7 @@ async def test_the_unknown_make_way_for_each_other_and_not_for_the_known(
     assert (await asyncio.to_thread(first.call, ECHO, ASK, REPLY)).message.node_ids == ["k"]
     third = await asyncio.to_thread(FastConnection, address)
     await asyncio.to_thread(greet, third)
-    with pytest.raises((Overloaded, NodeUnavailable), match="takes no more"):
+    with pytest.raises((Overloaded, NodeUnavailable), match="has reached its limit"):
         await asyncio.to_thread(third.call, ECHO, ASK, REPLY)
     for connection in (first, second, third):
         connection.close()

@@ -161,8 +161,8 @@ def test_who_has_the_right_puts_and_removes_kv(cluster: Secured) -> None:
     [
         ("", "", "requires a token"),
         ("", "guess", "unknown"),
-        ("initech", "secret-acme", "not one of tenant"),
-        ("nobody", "secret-operator", "no tenant"),
+        ("initech", "secret-acme", "does not belong to tenant"),
+        ("nobody", "secret-operator", "is unknown"),
     ],
 )
 def test_who_is_not_known_is_not_let_in(cluster: Secured, tenant: str, token: str, said: str) -> None:

@@ -96,7 +96,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("host")
     _, other_key = authority.sign("other")
-    with pytest.raises(ConfigError, match="come together"):
+    with pytest.raises(ConfigError, match="must be given together"):
         ServerTls(TlsFiles(cert), mutual=False)
     with pytest.raises(ConfigError, match="--tls-ca"):
         ServerTls(TlsFiles(cert, key), mutual=True)

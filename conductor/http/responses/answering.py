@@ -40,12 +40,10 @@ _PARTS = {
 
 
 class OutputItems:
-    """The items of one response. ``most_calls``: later calls are omitted; None keeps all."""
+    """The items of one response."""
 
-    def __init__(self, most_calls: int | None) -> None:
+    def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._most_calls = most_calls
-        self._num_calls = 0
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -66,24 +64,16 @@ class OutputItems:
             case ReasoningText(text):
                 return self._grow("reasoning", text)
             case CallBegin(_, call_id, name):
-                self._num_calls += 1
-                return [] if self._is_left_out else [*self._close(), *self._begin_call(call_id, name)]
+                return [*self._close(), self._begin_call(call_id, name)]
             case CallArguments(_, text):
-                if self._is_left_out:
-                    return []
                 self._text.append(text)
                 return [("response.function_call_arguments.delta", self._place() | {"delta": text})]
             case CallEnd(_, complete):
-                return [] if self._is_left_out else self._close("completed" if complete else "incomplete")
+                return self.finish(complete)
 
-    @property
-    def _is_left_out(self) -> bool:
-        """Whether the current call exceeds the maximum number of calls."""
-        return self._most_calls is not None and self._num_calls > self._most_calls
-
-    def _begin_call(self, call_id: str, name: str) -> list[NamedEvent]:
+    def _begin_call(self, call_id: str, name: str) -> NamedEvent:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress"}
-        return [self._begin({**item, "call_id": call_id, "name": name, "arguments": ""})]
+        return self._begin({**item, "call_id": call_id, "name": name, "arguments": ""})
 
     def _begin(self, item: dict[str, Any]) -> NamedEvent:
         self.items.append(item)
@@ -171,8 +161,8 @@ class ResponseReader:
         keep: Callable[[dict[str, Any], list[dict[str, Any]]], None],
     ) -> None:
         self._call, self._body, self._keep = call, body, keep
-        self._parser = parsed.new_parser() if parsed.new_parser is not None else None
-        self._output = OutputItems(parsed.most_calls)
+        self._reader = parsed.new_reader()
+        self._output = OutputItems()
         self._created = int(time.time())
         self._num_events = 0
         self._finish = FinishReason.ABORTED
@@ -210,19 +200,13 @@ class ResponseReader:
         return self._written([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
 
     def _take(self, delta: TextDelta) -> list[NamedEvent]:
-        events = self._events(delta)
+        events = self._reader.take(delta)
         if any(isinstance(event, ReasoningText) for event in events):
             self._reasoning_tokens += len(delta.tokens)
         logprobs: list[dict[str, Any]] = []
         if self._body.shows_logprobs:
             logprobs = shape.chat_logprobs(self._call.model, delta.logprobs, self._num_top)["content"]
         return self._output.take(events, logprobs)
-
-    def _events(self, delta: TextDelta) -> list[AnswerEvent]:
-        if self._parser is None:
-            return [ContentText(delta.text)] if delta.text else []
-        events = self._parser.feed(delta.text)
-        return events + self._parser.finish() if delta.finish is not None else events
 
     def _end(self, finish: FinishReason) -> list[NamedEvent]:
         complete = finish is FinishReason.STOP

@@ -40,7 +40,7 @@ class InputPart(BaseModel):
             return self.text
         if self.type == "refusal" and self.refusal is not None:
             return self.refusal
-        raise BadField(f"parts of type {self.type[:64]!r} are not supported: models here read text alone", "input")
+        raise BadField(f"parts of type {self.type[:64]!r} are not supported; send text", "input")
 
 
 InputParts = Annotated[list[InputPart], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -73,7 +73,7 @@ class FunctionTool(BaseModel):
     def for_chat(self) -> dict[str, Any]:
         """Return the tool in a chat's format."""
         if self.type != "function":
-            raise BadField(f"tools of type {self.type[:64]!r} are not supported: only functions are called", "tools")
+            raise BadField(f"tools of type {self.type[:64]!r} are not supported; use functions", "tools")
         given = self.model_dump(exclude_none=True, exclude={"type"})
         return {"type": "function", "function": given}
 
@@ -141,7 +141,7 @@ class ResponsesBody(RoutedBody):
     @classmethod
     def _something(cls, given: str | list[InputItem]) -> str | list[InputItem]:
         if not given:
-            raise ValueError("it is empty; give a text or items")
+            raise ValueError("must not be empty; give a text or items")
         return given
 
     @property
@@ -191,7 +191,7 @@ def _choice_for_chat(choice: str | dict[str, Any] | None) -> str | dict[str, Any
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise BadField("tool_choice is none, auto, required or a function by its name", "tool_choice")
+        raise BadField("tool_choice must be none, auto, required, or a function with type and name", "tool_choice")
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
@@ -231,7 +231,7 @@ def _add_message(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 def _add_call(messages: list[dict[str, Any]], item: InputItem) -> None:
     if item.name is None or item.call_id is None:
-        raise BadField("a function_call needs name, call_id and arguments", "input")
+        raise BadField("a function_call requires name, call_id and arguments", "input")
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     function = {"name": item.name, "arguments": item.arguments or "{}"}

@@ -125,8 +125,8 @@ def router(service: Service) -> APIRouter:
 
 def _gone(response_id: str) -> ResponseNotFound:
     return ResponseNotFound(
-        f"response {response_id[:64]!r} is not kept here (any more): each conductor keeps its own, the last used "
-        "ones; send the whole conversation as input"
+        f"response {response_id[:64]!r} is not stored on this conductor, or no longer; send the whole "
+        "conversation as input"
     )
 
 

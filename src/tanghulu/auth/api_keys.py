@@ -26,10 +26,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
 
 from tanghulu.auth.derived_tokens import hash_of
-from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, list_of, refuse_unknown, rights_of
+from tanghulu.auth.private_file import PrivateFile, expiry_unix_s
 from tanghulu.auth.tenants import validate_tenant
 from tanghulu.errors import ConfigError, Forbidden, Unauthorized
 
@@ -38,7 +40,6 @@ MAX_KEYS: Final = 4096
 #: Prefix of the salts of callers with a key, so that no two tenants, and no tenant and a keyless caller, share a salt.
 _SALT: Final = "@{}/"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}")
-_MAX_WEIGHT: Final = 1000.0
 
 
 class KeyRight(Enum):
@@ -104,19 +105,19 @@ class ApiKeyTable:
         for key in keys:
             self._add(key)
         if len(self.keys) > MAX_KEYS:
-            raise ConfigError(f"{len(self.keys)} keys are more than {MAX_KEYS}")
+            raise ConfigError(f"{len(self.keys)} keys; the limit is {MAX_KEYS}")
 
     def _add(self, key: ApiKey) -> None:
         if not _NAME.fullmatch(key.name):
-            raise ConfigError(f"key {key.name!r}: a name has 1 to 63 of letters, digits and _ . @ -")
+            raise ConfigError(f"key {key.name!r}: a name must have 1 to 63 letters, digits and _ . @ -")
         if key.name in self.keys:
-            raise ConfigError(f"two keys are called {key.name!r}")
+            raise ConfigError(f"two keys are named {key.name!r}")
         if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
             raise ConfigError(f"key {key.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu keys create`")
         if key.sha256 in self._by_hash:
-            raise ConfigError(f"keys {self._by_hash[key.sha256].name!r} and {key.name!r} are the same")
+            raise ConfigError(f"keys {self._by_hash[key.sha256].name!r} and {key.name!r} have the same sha256")
         if not key.rights:
-            raise ConfigError(f"key {key.name!r} has no rights")
+            raise ConfigError(f"key {key.name!r} has no rights; give at least one")
         self.keys[key.name] = self._by_hash[key.sha256] = key
 
     def authenticate(self, shown: str, now_unix_s: float | None = None) -> ApiKey:
@@ -144,54 +145,42 @@ class ApiKeyTable:
         return f"ApiKeyTable({len(self.keys)} keys)"
 
 
-class ApiKeysFile(PrivateFile[ApiKeyTable]):
+_Amount = Annotated[float, Meta(ge=0, lt=1e15)]
+
+
+class _KeyRow(Struct, forbid_unknown_fields=True):
+    name: str
+    sha256: str
+    rights: list[KeyRight] = []
+    tenant: str = ""
+    expires: Any = None
+    requests_per_s: _Amount = 0.0
+    tokens_per_minute: _Amount = 0.0
+    max_in_flight: Annotated[int, Meta(ge=0)] = 0
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    shared_prefixes: bool = False
+
+    def key(self) -> ApiKey:
+        return ApiKey(
+            self.name,
+            self.sha256,
+            frozenset(self.rights),
+            validate_tenant(self.tenant) if self.tenant else "",
+            KeyLimits(self.requests_per_s, self.tokens_per_minute, self.max_in_flight),
+            self.weight,
+            self.shared_prefixes,
+            expiry_unix_s(f"key {self.name!r}", self.expires),
+        )
+
+
+class _KeyRows(Struct, forbid_unknown_fields=True):
+    keys: list[_KeyRow] = []
+
+
+class ApiKeysFile(PrivateFile[_KeyRows, ApiKeyTable]):
     """The table of a file of keys, as of the last well-formed read. Raises ConfigError."""
 
     def __init__(self, path: Path, called: str = "") -> None:
-        super().__init__(path, called or f"--api-keys {path}", _parse)
-
-
-def _parse(content: dict[str, Any]) -> ApiKeyTable:
-    refuse_unknown(content, {"keys"}, "the file")
-    return ApiKeyTable([_key(each) for each in list_of(content.get("keys", []), dict, "keys")])
-
-
-_NUMBERS: Final = ("requests_per_s", "tokens_per_minute", "max_in_flight", "weight")
-_FIELDS: Final = frozenset(("name", "tenant", "rights", "sha256", "expires", "shared_prefixes", *_NUMBERS))
-
-
-def _key(content: Any) -> ApiKey:
-    refuse_unknown(content, _FIELDS, "a key")
-    name = str(content.get("name", ""))
-    if not name:
-        raise ConfigError("a key has no name")
-    what = f"key {name!r}"
-    rights = rights_of(content.get("rights", []), KeyRight, what)
-    tenant, shared = str(content.get("tenant", "")), content.get("shared_prefixes", False)
-    if not isinstance(shared, bool):
-        raise ConfigError(f"{what}: shared_prefixes is true or false")
-    weight = _number(what, content, "weight", 1.0)
-    if not 0 < weight <= _MAX_WEIGHT:
-        raise ConfigError(f"{what}: weight is {weight:g}; it must be above 0 and at most {_MAX_WEIGHT:g}")
-    limits = KeyLimits(
-        _number(what, content, "requests_per_s"),
-        _number(what, content, "tokens_per_minute"),
-        int(_number(what, content, "max_in_flight")),
-    )
-    return ApiKey(
-        name,
-        str(content.get("sha256", "")),
-        rights,
-        validate_tenant(tenant) if tenant else "",
-        limits,
-        weight,
-        shared,
-        expiry_unix_s(what, content.get("expires")),
-    )
-
-
-def _number(what: str, content: dict[str, Any], name: str, default: float = 0.0) -> float:
-    value = content.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise ConfigError(f"{what}: {name} is {value!r}; it must be a number that is not negative")
-    return float(value)
+        super().__init__(
+            path, called or f"--api-keys {path}", _KeyRows, lambda rows: ApiKeyTable(row.key() for row in rows.keys)
+        )

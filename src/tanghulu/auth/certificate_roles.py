@@ -75,7 +75,7 @@ def require_role(roles: Collection[str], expected: str, what: str) -> None:
     """Raise Forbidden if a peer's certificate has ``roles`` and ``expected`` is not among them."""
     if roles and expected not in roles:
         shown = ", ".join(sorted(roles))
-        raise Forbidden(f"{what} needs the certificate of a {expected}; the role of the one shown is {shown}")
+        raise Forbidden(f"{what} requires a certificate with the role {expected}; the one presented has {shown}")
 
 
 class RoleContext(ssl.SSLContext):

@@ -83,7 +83,7 @@ def read_cluster_secret(text: str) -> ClusterSecret:
     secret = read_token(text, "the cluster secret")
     if text and len(secret) < MIN_CHARACTERS:
         raise ConfigError(
-            f"the cluster secret has {len(secret)} characters and needs {MIN_CHARACTERS} or more; "
-            "`tanghulu keys secret` makes one"
+            f"the cluster secret has {len(secret)} characters; it needs at least {MIN_CHARACTERS}: "
+            "create one with `tanghulu keys secret`"
         )
     return ClusterSecret(secret)

@@ -97,9 +97,7 @@ def read_token(text: str, what: str = "the token") -> str:
 def _sendable(token: str, name: str) -> str:
     """Return ``token`` if headers and metadata can carry it unchanged; raises ConfigError."""
     if not (token.isascii() and token.isprintable()):
-        raise ConfigError(
-            f"{name} has characters that are not printable ASCII, which no token has; was it copied whole?"
-        )
+        raise ConfigError(f"{name} contains characters other than printable ASCII; check how it was copied")
     return token
 
 

@@ -23,12 +23,12 @@ MAX_HANDSHAKES: Final = 256
 
 
 class Handshakes:
-    """A protocol factory for a listener: ``make()`` gets each connection after a handshake within ``patience_s``."""
+    """A protocol factory for a listener: ``make()`` gets each connection after a handshake within ``timeout_s``."""
 
-    def __init__(self, context: ssl.SSLContext, make: Callable[[], asyncio.BaseProtocol], patience_s: float) -> None:
+    def __init__(self, context: ssl.SSLContext, make: Callable[[], asyncio.BaseProtocol], timeout_s: float) -> None:
         self._context = context
         self._make = make
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._under_way: dict[socket.socket, asyncio.Task[None]] = {}
 
     def __call__(self) -> asyncio.Protocol:
@@ -54,7 +54,7 @@ class Handshakes:
     async def _shake(self, sock: socket.socket) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make, sock, ssl=self._context, ssl_handshake_timeout=self._patience_s
+                self._make, sock, ssl=self._context, ssl_handshake_timeout=self._timeout_s
             )
         except OSError as error:  # it hung up, was evicted, timed out, or speaks another protocol
             _log.debug("handshakes.failed", error=str(error))

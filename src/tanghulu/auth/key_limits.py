@@ -77,7 +77,7 @@ class KeyAccount:
         """Admit one request; raises RateLimitExceeded, and then it does not count."""
         most = self.limits.max_in_flight
         if most and self.num_in_flight >= most:
-            raise self._refusal(f"{most} requests under way", 1.0)
+            raise self._refusal(f"{most} requests in flight", 1.0)
         for bucket, limit in (
             (self._requests, f"{self.limits.requests_per_s:g} requests a second"),
             (self._tokens, f"{self.limits.tokens_per_minute:g} tokens a minute"),
@@ -113,7 +113,7 @@ class KeyAccount:
         return shown
 
     def _refusal(self, what: str, wait_s: float) -> RateLimitExceeded:
-        error = RateLimitExceeded(f"key {self._name!r} may have {what}; try again in {wait_s:.1f} s")
+        error = RateLimitExceeded(f"key {self._name!r} is limited to {what}; retry in {wait_s:.1f} s")
         error.retry_after_s = wait_s
         return error
 

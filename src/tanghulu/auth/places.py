@@ -74,9 +74,9 @@ class Places:
         """Take one of ``most`` places. Raises Overloaded."""
         share = max(1, min(most // self._one_in, self._most_share or most))
         if caller.has_share and self._taken[caller] >= share:
-            raise Overloaded(f"{caller.name} has {share} {self._what} here, the most it may have; close some of them")
+            raise Overloaded(f"{caller.name} has {share} {self._what} here, its limit; close some")
         if len(self) >= most or (not caller.is_operator and self._num_others >= most - most // _RESERVED):
-            raise Overloaded(f"this process serves {most} {self._what} and takes no more; try again later")
+            raise Overloaded(f"this process has reached its limit of {most} {self._what}; retry later")
         self._taken[caller] += 1
         self._num_others += not caller.is_operator
 

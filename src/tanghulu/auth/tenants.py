@@ -154,13 +154,13 @@ class TokenTable:
         for token in tokens:
             self._add(token)
         if len(self.tenants) > MAX_TENANTS:
-            raise ConfigError(f"{len(self.tenants)} tenants are more than {MAX_TENANTS}")
+            raise ConfigError(f"{len(self.tenants)} tenants; the limit is {MAX_TENANTS}")
 
     def _add(self, token: TokenEntry) -> None:
         if not re.fullmatch(r"[0-9a-f]{64}", token.sha256):
             raise ConfigError(f"token {token.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu store token`")
         if token.sha256 in self._by_hash:
-            raise ConfigError(f"tokens {self._by_hash[token.sha256].name!r} and {token.name!r} are the same")
+            raise ConfigError(f"tokens {self._by_hash[token.sha256].name!r} and {token.name!r} have the same sha256")
         for right, why in OF_OPERATORS.items():
             if token.tenant and right in token.rights:
                 raise ConfigError(
@@ -168,7 +168,7 @@ class TokenTable:
                     f"because {why}; leave out the right or the tenant"
                 )
         if not token.rights:
-            raise ConfigError(f"token {token.name!r} has no rights")
+            raise ConfigError(f"token {token.name!r} has no rights; give at least one")
         if token.tenant:
             self.tenants.setdefault(token.tenant, Tenant(validate_tenant(token.tenant)))
         self._by_hash[token.sha256] = self._by_id[id_of(token.sha256)] = token
@@ -195,9 +195,9 @@ class TokenTable:
             raise Unauthorized(f"token {entry.name!r} has expired")
         wanted = credentials.tenant
         if wanted and entry.tenant and wanted != entry.tenant:
-            raise Unauthorized(f"token {entry.name!r} is not one of tenant {wanted!r}")
+            raise Unauthorized(f"token {entry.name!r} does not belong to tenant {wanted!r}")
         if wanted and wanted not in self.tenants:
-            raise Unauthorized(f"there is no tenant {wanted!r} here")
+            raise Unauthorized(f"tenant {wanted!r} is unknown")
         return self._identity(entry, entry.tenant or wanted)
 
     def _entry(self, shown: str, addresses: Collection[str]) -> TokenEntry:
@@ -243,5 +243,5 @@ class TokenTable:
 def validate_tenant(name: str) -> str:
     """Return ``name`` if it is a valid tenant name; else raise ConfigError."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"tenant {name!r}: a name has 1 to 63 of a-z 0-9 _ . - and begins with a letter or digit")
+        raise ConfigError(f"tenant {name!r}: a name must have 1 to 63 of a-z 0-9 _ . -, first a letter or digit")
     return name

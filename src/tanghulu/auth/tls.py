@@ -31,11 +31,11 @@ class ServerTls:
 
     def __init__(self, files: TlsFiles, *, mutual: bool, protocol: str = _HTTP2) -> None:
         if not (files.cert or files.key):
-            raise ConfigError("--tls-ca and --tls-mutual need --tls-cert and --tls-key here: this port would be plain")
+            raise ConfigError("--tls-ca and --tls-mutual require --tls-cert and --tls-key, to encrypt this port")
         if not (files.cert and files.key):
-            raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
+            raise ConfigError("--tls-cert and --tls-key must be given together")
         if mutual and not files.ca:
-            raise ConfigError("--tls-mutual needs --tls-ca: who signs the certificates of those who connect")
+            raise ConfigError("--tls-mutual requires --tls-ca, the authority that signs clients' certificates")
         self._files = files
         #: Whether peers' certificates must name a role; see ``certificate_roles``.
         self.names_roles = has_roles(files.cert, files.ca)
@@ -81,7 +81,7 @@ def _client_context(files: TlsFiles, stamps: tuple[int, ...]) -> ssl.SSLContext:
 
 def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
     if bool(files.cert) != bool(files.key):
-        raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     try:
         if files.cert:
             context.load_cert_chain(files.cert, files.key)
@@ -89,4 +89,4 @@ def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
             context.load_verify_locations(files.ca)
     except (ssl.SSLError, OSError) as error:
         named = ", ".join(filter(None, (files.cert, files.key, files.ca)))
-        raise ConfigError(f"no TLS with {named}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot use the TLS files {named}: {error.strerror or error}") from error

@@ -20,19 +20,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from tanghulu.auth.credentials import Credentials, place_of
 from tanghulu.auth.derived_tokens import hash_of
-from tanghulu.auth.private_file import PrivateFile, expiry_unix_s, list_of, refuse_unknown, rights_of, table_of
+from tanghulu.auth.private_file import PrivateFile, expiry_unix_s
 from tanghulu.auth.tenants import Identity, Right, Tenant, TokenEntry, TokenTable, validate_tenant
 from tanghulu.errors import ConfigError
 from tanghulu.types import Address, parse_size
 
 #: Every machine has these addresses, so a token derived for one would be valid everywhere.
 _WILDCARDS = {"", "0.0.0.0", "::"}
-_TOKEN_KEYS = {"name", "tenant", "rights", "sha256", "expires"}
-_TENANT_KEYS = {"quota", "cluster_quota", "shared_memory"}
 
 
 class Tokens:
@@ -71,43 +71,46 @@ class OneToken(Tokens):
         return super().authenticate(replace(credentials, tenant=""))
 
 
-class TokensFile(PrivateFile[TokenTable], Tokens):
+class _TenantRow(Struct, forbid_unknown_fields=True):
+    quota: int | str = 0
+    cluster_quota: int | str = 0
+    shared_memory: bool = False
+
+    def tenant(self, name: str) -> Tenant:
+        return Tenant(validate_tenant(name), parse_size(self.quota), self.shared_memory, parse_size(self.cluster_quota))
+
+
+class _TokenRow(Struct, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1)]
+    sha256: str
+    rights: list[Right] = []
+    tenant: str = ""
+    expires: Any = None
+
+    def entry(self) -> TokenEntry:
+        expires = expiry_unix_s(f"token {self.name!r}", self.expires)
+        return TokenEntry(self.name, self.sha256, frozenset(self.rights), self.tenant, expires)
+
+
+class _TokenRows(Struct, forbid_unknown_fields=True):
+    tenants: dict[str, _TenantRow] = {}
+    tokens: list[_TokenRow] = []
+
+    def table(self) -> TokenTable:
+        if not self.tokens:
+            raise ConfigError("it contains no token, so no client could connect; add one with `tanghulu store token`")
+        tenants = {name: row.tenant(name) for name, row in self.tenants.items()}
+        return TokenTable([row.entry() for row in self.tokens], tenants)
+
+
+class TokensFile(PrivateFile[_TokenRows, TokenTable], Tokens):
     """The table of a tokens file, as of the last well-formed read. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
-        PrivateFile.__init__(self, path, f"--tokens {path}", _parse)
+        PrivateFile.__init__(self, path, f"--tokens {path}", _TokenRows, _TokenRows.table)
         Tokens.__init__(self, self.table)
 
 
 def load(path: Path) -> TokenTable:
     """Return the table in ``path``; raises ConfigError stating the reason, such as a mode that lets others read it."""
     return TokensFile(path).table
-
-
-def _parse(content: dict[str, Any]) -> TokenTable:
-    refuse_unknown(content, {"tenants", "tokens"}, "the file")
-    tenants = {name: _tenant(name, each) for name, each in table_of(content.get("tenants", {}), "tenants").items()}
-    tokens = [_token(each) for each in list_of(content.get("tokens", []), dict, "tokens")]
-    if not tokens:
-        raise ConfigError("it contains no token, so no client could connect; add one with `tanghulu store token`")
-    return TokenTable(tokens, tenants)
-
-
-def _tenant(name: str, content: Any) -> Tenant:
-    refuse_unknown(content, _TENANT_KEYS, f"tenant {name!r}")
-    shared = content.get("shared_memory", False)
-    if not isinstance(shared, bool):
-        raise ConfigError(f"tenant {name!r}: shared_memory is true or false")
-    quotas = [parse_size(content.get(key, 0)) for key in ("quota", "cluster_quota")]
-    return Tenant(validate_tenant(name), quotas[0], shared, quotas[1])
-
-
-def _token(content: Any) -> TokenEntry:
-    refuse_unknown(content, _TOKEN_KEYS, "a token")
-    name = str(content.get("name", ""))
-    if not name:
-        raise ConfigError("a token has no name")
-    rights = rights_of(content.get("rights", []), Right, f"token {name!r}")
-    expires = expiry_unix_s(f"token {name!r}", content.get("expires"))
-    sha256, tenant = str(content.get("sha256", "")), str(content.get("tenant", ""))
-    return TokenEntry(name, sha256, rights, tenant, expires)

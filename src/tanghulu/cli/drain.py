@@ -17,7 +17,7 @@ from tanghulu.masters import Masters
 from tanghulu.rpc import greeting
 from tanghulu.rpc.methods import END, EndReply, EndRequest
 from tanghulu.store.admin import orders
-from tanghulu.store.admin.steps import perform
+from tanghulu.store.admin.orders import perform
 from tanghulu.store.client import connect
 from tanghulu.types import Address, Role
 
@@ -41,7 +41,7 @@ def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_j
     found = asyncio.run(_find(instance, discovery, namespace, master))
     if found.role is Role.NODE:
         with connect(master) as store:
-            perform(store, orders.drain(found.id, wait=True, timeout_s=None, on_view=lambda view: None))
+            perform(orders.drain, store, found.id, wait=True)
         outcome: dict[str, Any] = {"id": found.id, "drained": True}
         text = f"{found.id} is drained: safe to stop"
     else:

@@ -17,9 +17,8 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.config import FiniteRange, command
 from tanghulu.runtime.process import run
 from tanghulu.store.admin import orders, rows
-from tanghulu.store.admin.orders import RemovalOutcome
+from tanghulu.store.admin.orders import RemovalOutcome, perform
 from tanghulu.store.admin.rows import plain
-from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, NodeView
 from tanghulu.store.gateway.config import GatewayConfig
@@ -222,12 +221,12 @@ def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Maste
         _would_remove(matching, master, as_json)
         return
     with connect(master) as store:
-        outcome = RemovalOutcome(store.remove_matching(matching)) if matching else perform(store, orders.remove(keys))
+        outcome = RemovalOutcome(store.remove_matching(matching)) if matching else perform(orders.remove, store, keys)
     if as_json:
         print_json(outcome.row())
     else:
         click.echo(f"removed {outcome.num_removed}")
-    outcome.complain()
+    outcome.raise_failure()
 
 
 def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
@@ -254,7 +253,7 @@ def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
 def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> None:
     """Show the nodes' eviction policy, or switch it to NAME at run time; chunks and their order are kept."""
     with connect(master) as store:
-        policies = perform(store, orders.policy(node_id, name))
+        policies = perform(orders.policy, store, node_id, name)
     if as_json:
         print_json(policies)
         return

@@ -18,8 +18,8 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.config import MOST, FiniteRange
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.check import CheckReport, Kind, check
+from tanghulu.store.admin.orders import perform
 from tanghulu.store.admin.rows import Beginning, Row, plain
-from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S, MasterView, NodeView, TenantView
 from tanghulu.store.directory_feed import follow_directory
@@ -57,7 +57,7 @@ def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, sho
             most = max(most, view.num_unsafe)
             progress.update(task, total=most or None, completed=most - view.num_unsafe)
 
-        return perform(store, orders.drain(node, wait=wait, timeout_s=timeout_s, on_view=on_view))
+        return perform(orders.drain, store, node, wait=wait, timeout_s=timeout_s, on_view=on_view)
 
 
 @click.command(short_help="Have a node take chunks again.")
@@ -66,7 +66,7 @@ def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, sho
 def undrain(node: str, master: Masters, as_json: bool) -> None:
     """Let NODE accept new chunks again; copies made by drain stay on the other nodes."""
     with connect(master) as store:
-        outcome = perform(store, orders.undrain(node))
+        outcome = perform(orders.undrain, store, node)
     if as_json:
         print_json(outcome)
     else:
@@ -94,13 +94,13 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
     if bool(keys) == bool(num_bytes):
         raise click.UsageError("name KEYS or give --bytes SIZE")
     with connect(master) as store:
-        missing = perform(store, orders.missing(keys))
-        evicted = perform(store, orders.evict(node_id, keys, num_bytes))
+        missing = perform(orders.missing, store, keys)
+        evicted = perform(orders.evict, store, node_id, keys, num_bytes)
     if as_json:
         print_json(evicted)
     else:
         _show_evicted(evicted)
-    orders.complain_of(missing)
+    orders.raise_missing(missing)
 
 
 def _show_evicted(evicted: Row) -> None:
@@ -129,13 +129,13 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
     Exits with 3 if a key is not in the store; the others are copied.
     """
     with connect(master) as store:
-        missing = perform(store, orders.missing(keys))
-        outcome = perform(store, orders.replicate(keys, holders, for_s))
+        missing = perform(orders.missing, store, keys)
+        outcome = perform(orders.replicate, store, keys, holders, for_s)
     if as_json:
         print_json(outcome)
     else:
         click.echo(f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
-    orders.complain_of(missing)
+    orders.raise_missing(missing)
 
 
 @click.command(short_help="Follow what is stored and removed.")
@@ -313,7 +313,7 @@ def _checked(master: Masters, with_repair: bool, *, show: bool) -> CheckReport:
         def on_progress(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        return perform(store, check(with_repair=with_repair, progress=on_progress))
+        return perform(check, store, with_repair=with_repair, progress=on_progress)
 
 
 def _complain(left: Counter[Kind]) -> None:

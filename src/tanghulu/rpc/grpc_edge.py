@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgen
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -175,19 +175,10 @@ MAX_REQUEST_BYTES: Final = 256 << 20
 #: Seconds that a call may wait for room, and then for its message: fewer, so that turns come in time.
 WAIT_S: Final = 30.0
 REQUEST_S: Final = 20.0
-#: For a server with its own listener: connections beyond it are closed, to leave descriptors for other ports.
-MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 
 
-class Shares(NamedTuple):
-    """A caller with a share has one call in ``one_in``, and at most ``calls``, if not None."""
-
-    one_in: int
-    calls: int | None = None
-
-
-#: The shares of API keys.
-KEYS: Final = Shares(2)
+#: A key without the right of an admin has at most one in this many of the calls.
+CALLS_ONE_IN: Final = 2
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
@@ -200,13 +191,12 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         *,
         message_bytes: int = MESSAGE_BYTES,
         most_bytes: int = MAX_REQUEST_BYTES,
-        shares: Shares = KEYS,
         request_s: float = REQUEST_S,
         wait_s: float = WAIT_S,
     ) -> None:
         self._max_calls, self._authorizer = max_calls, authorizer
         self._request_s, self._wait_s = request_s, wait_s
-        self._calls = Places("calls", shares.one_in, shares.calls)
+        self._calls = Places("calls", CALLS_ONE_IN)
         self._rooms = {is_operator: RequestRoom(most_bytes, message_bytes) for is_operator in (True, False)}
         self._turns: dict[Hashable, asyncio.Future[None]] = {}
 
@@ -297,10 +287,9 @@ def guarded_server(
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     message_bytes: int = MESSAGE_BYTES,
-    shares: Shares = KEYS,
 ) -> grpc.aio.Server:
     """Return a gRPC server with this admission, with ``options`` beside those of every server."""
-    admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes, shares=shares)
+    admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes)
     return grpc.aio.server(
         options=list((dict(SERVER_OPTIONS) | dict(options)).items()),
         interceptors=[admission] if authorizer is None else [admission, authorizer],

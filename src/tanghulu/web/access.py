@@ -90,8 +90,8 @@ class OwnSite:
         name = _name_of(host)
         if self._names is not None and "." in name and name not in self._names and not _is_address(name):
             raise Forbidden(
-                f"{name[:128]!r} is no name of this port, which only this machine reaches; use localhost, or list the "
-                "name in --allowed-hosts"
+                f"host {name[:128]!r} is not allowed on this loopback port; use localhost, or list the name in "
+                "--allowed-hosts"
             )
         if origin is not None:
             foreign = urlsplit(origin).netloc != host and not {origin, "*"} & self._origins
@@ -99,7 +99,7 @@ class OwnSite:
             is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
             foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link and "*" not in self._origins
         if foreign:
-            raise Forbidden(f"pages of {(origin or 'other sites')[:128]} may not use this port (--cors-origins)")
+            raise Forbidden(f"pages of {(origin or 'other sites')[:128]} may not use this port; see --cors-origins")
 
 
 def _name_of(host: str) -> str:
@@ -170,7 +170,7 @@ class LoginPage:
     async def _read_form(self, scope: Scope, receive: Receive) -> dict[str, str]:
         """Return the fields of a form; raises BodyTooLarge, BodyTooSlow, Overloaded."""
         if self._num_forms >= _MAX_FORMS:
-            raise Overloaded(f"{_MAX_FORMS} people are logging in; try again in a moment")
+            raise Overloaded(f"{_MAX_FORMS} logins are in progress; retry in a moment")
         self._num_forms += 1
         try:
             body = IncomingBody(scope, receive, _FORM_S, _FORM_S)
@@ -203,11 +203,12 @@ _RIGHTS: Final = {need: KeyRight(need.value) for need in (Need.INFERENCE, Need.M
 
 
 class RouteRights:
-    """The requirements of an application's routes, by their paths in the application; other paths need any key."""
+    """The requirements of an application's routes, named by their ``paths`` there; other paths need any key."""
 
-    def __init__(self, table: Mapping[str, Need]) -> None:
-        self.table = dict(table)
-        self._patterns = [(compile_path(path)[0], need) for path, need in table.items()]  # matched like the application
+    def __init__(self, paths: Mapping[Need, Iterable[str]]) -> None:
+        self.table = {path: need for need, named in paths.items() for path in named}
+        # matched like the application
+        self._patterns = [(compile_path(path)[0], need) for path, need in self.table.items()]
 
     def of(self, path: str) -> Need:
         """Return the requirement of a request for ``path``."""
@@ -310,4 +311,4 @@ def _refuse_other_sites(headers: Headers) -> None:
     """Raise Forbidden for a change requested by another page in a browser, with the cookie of this one."""
     origin = headers.get("origin")
     if origin is None or urlsplit(origin).netloc != headers.get("host"):
-        raise Forbidden("with a cookie only pages of this address may change anything; send Authorization: Bearer KEY")
+        raise Forbidden("a cookie allows changes from pages of this address only; send Authorization: Bearer KEY")

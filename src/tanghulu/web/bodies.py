@@ -103,8 +103,8 @@ class BodyRoom:
 
     def _full(self) -> BodiesFull:
         return BodiesFull(
-            f"{len(self._held)} bodies of together {format_size(self.num_bytes)} are under way here, and there is room "
-            f"for {format_size(self._most_bytes)}; try again in a moment"
+            f"{len(self._held)} request bodies take {format_size(self.num_bytes)} of "
+            f"{format_size(self._most_bytes)}; retry in a moment"
         )
 
 
@@ -123,7 +123,7 @@ class IncomingBody:
         self._deadline_s = deadline_s
         self._rate: LeastRate | None = None  # from the first requested piece
         self._over_s = math.inf
-        self._patience: asyncio.Timeout | None = None
+        self._timeout: asyncio.Timeout | None = None
         self._given_up: TanghuluError | None = None
 
     @property
@@ -141,27 +141,27 @@ class IncomingBody:
             self._rate = LeastRate(self._stall_s, now_s)
             self._over_s = now_s + self._deadline_s
         try:
-            async with asyncio.timeout(min(self._stall_s, max(0.0, self._over_s - now_s))) as self._patience:
+            async with asyncio.timeout(min(self._stall_s, max(0.0, self._over_s - now_s))) as self._timeout:
                 self._look()
                 message = await self._receive()
         except TimeoutError:
             self._look()
             late = time.monotonic() >= self._over_s
-            reason = f"it is due within {self._deadline_s:g} s" if late else f"then none for {self._stall_s:g} s"
+            reason = f"and the limit is {self._deadline_s:g} s" if late else f"then nothing for {self._stall_s:g} s"
             raise self._too_slow(reason) from None
         finally:
-            self._patience = None
+            self._timeout = None
         self.num_come += len(message.get("body", b""))
         self.is_complete = not message.get("more_body", False)
         if self._rate.is_too_slow(self.num_come, time.monotonic()) and not self.is_complete:
-            raise self._too_slow(f"at least {format_size(LEAST_BYTES_S)} a second are due")
+            raise self._too_slow(f"below the minimum of {format_size(LEAST_BYTES_S)} a second")
         return message
 
     def give_up(self, error: TanghuluError) -> None:
         """End the reading: readers of the next piece, and of later ones, get ``error``."""
         self._given_up = error
-        if self._patience is not None and not self._patience.expired():
-            self._patience.reschedule(0)
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(0)
 
     def _look(self) -> None:
         if self._given_up is not None:
@@ -169,7 +169,7 @@ class IncomingBody:
 
     def _too_slow(self, reason: str) -> BodyTooSlow:
         of = "" if self.length is None else f" of {self.length}"
-        return BodyTooSlow(f"{self.num_come}{of} bytes came, {reason}")
+        return BodyTooSlow(f"received {self.num_come}{of} bytes, {reason}")
 
 
 class BodyBuffer:
@@ -250,7 +250,7 @@ class Bodies:
 
     def stop(self) -> None:
         """Give up unfinished bodies and all new ones: the process is ending."""
-        self._stopped = NodeUnavailable("the process is stopping; send the request elsewhere")
+        self._stopped = NodeUnavailable("the process is shutting down; send the request elsewhere")
         for incoming in self._arriving.values():
             incoming.give_up(self._stopped)
 
@@ -258,7 +258,7 @@ class Bodies:
         if self._stopped is not None:
             raise self._stopped
         for leaving in self.room.come(held, num_bytes, time.monotonic()):
-            slow = BodyTooSlow("the body took long to arrive, and others needed its room; try again")
+            slow = BodyTooSlow("the body arrived too slowly, and other requests needed its memory; retry")
             self._arriving[leaving].give_up(slow)
 
 
@@ -268,7 +268,7 @@ async def pieces(incoming: IncomingBody, limit_bytes: int) -> AsyncIterator[byte
     Raises BodyTooLarge as soon as it is known to be longer, BodyTooSlow, and ClientDisconnect.
     """
     if incoming.length is not None and incoming.length > limit_bytes:
-        raise BodyTooLarge(f"the body has {incoming.length} bytes; at most {limit_bytes} are read")
+        raise BodyTooLarge(f"the body has {incoming.length} bytes; the limit is {limit_bytes}")
     while not incoming.is_complete:
         message = await incoming.receive()
         if message["type"] == "http.disconnect":

@@ -286,11 +286,11 @@ def install(
         return _answer(error.status_code, body, headers=headers)
 
     async def gone(_: Request, error: Exception) -> JSONResponse:
-        return _answer(499, _body(499, "the client hung up while it sent its body", "client_closed_request"))
+        return _answer(499, _body(499, "the client disconnected while it sent its body", "client_closed_request"))
 
     async def bug(request: Request, error: Exception) -> JSONResponse:
         _log.error("http.bug", path=request.url.path, exc_info=error)
-        return _answer(500, _body(500, f"internal error of {process}; its log has the trace", "internal"))
+        return _answer(500, _body(500, f"internal error of {process}; see the traceback in its log", "internal"))
 
     app.add_middleware(_HeadAsGet, served=app)
     app.add_exception_handler(TanghuluError, typed)

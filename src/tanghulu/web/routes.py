@@ -63,8 +63,8 @@ async def checked_target(request: Request) -> None:
     known = {each.alias for each in route.dependant.query_params} if isinstance(route, APIRoute) else set()
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
-            there = f"there is {', '.join(sorted(known))}" if known else "this route has none"
-            raise InvalidRequest(f"the option {name[:80]!r} of the query is unknown; {there}")
+            there = f"the known ones are {', '.join(sorted(known))}" if known else "this route has none"
+            raise InvalidRequest(f"the query option {name[:80]!r} is unknown; {there}")
         if count > 1:
             raise InvalidRequest(f"the query has the option {name!r} {count} times; give it once")
 

@@ -102,7 +102,7 @@ async def _follow_files(tls: ServerTls) -> None:
 
 async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request on a connection beyond the bound, and disconnect."""
-    response = answer_to(TooManyConnections("this process has all the connections it may have; try again in a moment"))
+    response = answer_to(TooManyConnections("this process has reached its limit of connections; retry in a moment"))
     given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
     response.headers.update({"connection": "close", "x-request-id": request_id_of(given)})
     await response(scope, receive, send)
@@ -210,7 +210,9 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._header_bytes = self._loose_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._refusal = HeaderTooLarge(f"{MAX_PIPELINED} requests already wait on this connection")
+            self._refusal = HeaderTooLarge(
+                f"{MAX_PIPELINED} requests wait on this connection; read their answers first"
+            )
             raise self._refusal
         super().on_headers_complete()
 
@@ -310,7 +312,7 @@ class _Connection(HttpToolsProtocol):
 def _too_large() -> HeaderTooLarge:
     return HeaderTooLarge(
         f"the request's line and header have more than {MAX_HEADER_BYTES} bytes, each field counted as its text and "
-        f"{_FIELD_BYTES}; send what is long in the body"
+        f"{_FIELD_BYTES}; send long values in the body"
     )
 
 

@@ -155,7 +155,7 @@ async def test_a_bug_is_told_as_such_and_its_words_are_not(tmp_path: Path, monke
         monkeypatch.setattr(cluster.conductor.service, "start", broken)
         error = await refusal(stub.Generate(text_request()))
         assert error.code() is grpc.StatusCode.INTERNAL
-        assert "its log has the trace" in error.details()
+        assert "see the traceback in its log" in error.details()
         assert "secret" not in error.details()
 
 

@@ -64,7 +64,7 @@ class TestHalfSent:
         async with half_sent(cluster, 1000, 100) as reader:
             answer = await reader.read()  # to the end: the connection closes, too
         assert answer.startswith(b"HTTP/1.1 408")
-        assert b"100 of 1000 bytes came" in answer
+        assert b"received 100 of 1000 bytes" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_slow"
         assert len(cluster.conductor.service.bodies.room) == 0
 

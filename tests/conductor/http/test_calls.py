@@ -10,11 +10,12 @@ import pytest
 
 from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
 from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
-from tanghulu.conductor.http.openai_api import _TextStream
+from tanghulu.conductor.http.answers import Choice, ChoiceStream
 from tanghulu.conductor.http.openai_format import ChunkWriter
-from tanghulu.conductor.inference.generation import GenerationCall, TextRules
+from tanghulu.conductor.inference.generation import AnswerReader, GenerationCall, TextRules
 from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory
+from tanghulu.conductor.tools.reasoning import PlainAnswer
 from tanghulu.errors import NodeUnavailable
 from tanghulu.session.outputs import FinishReason
 from tanghulu.session.sampling import StopRule
@@ -62,7 +63,7 @@ async def _read(call: GenerationCall):
 
 async def test_tokens_that_came_together_are_an_event_each(dispatcher):
     call = _call(dispatcher)
-    stream = _TextStream(call, ChunkWriter(call, True, False), None)
+    stream = ChoiceStream(call, ChunkWriter(call, True, False), [Choice(AnswerReader(PlainAnswer()))])
     dispatcher.streams["0"].deliver(DeliverTokens(IDS[:2]))
     dispatcher.streams["0"].deliver(DeliverTokens(IDS[2:3]))
     dispatcher.streams["0"].end(ENDED)

@@ -309,7 +309,7 @@ class TestNamesThatMeanNothing:
             assert response.status_code == 400
             error = response.json()["error"]
             assert error["param"] == "temperatur"
-            assert error["message"] == "temperatur is no field of this request; did you mean 'temperature'?"
+            assert error["message"] == "unknown field temperatur; did you mean 'temperature'?"
             response = await cluster.http.post("/v1/completions", json=COMPLETION | {"user": "me", "store": False})
             assert response.status_code == 200
 
@@ -348,7 +348,7 @@ class TestValuesThatAskForNothing:
         body = {"text": "x", "sampling_params": {"ignore_eos": None, "n": None, "max_new_tokens": 1}}
         assert (await cluster.http.post("/generate", json=body)).status_code == 200
         response = await cluster.http.post("/v1/chat/completions", json=CHAT | {"top_logprobs": 2})
-        assert (response.status_code, "needs logprobs" in response.text) == (400, True)
+        assert (response.status_code, "requires logprobs" in response.text) == (400, True)
         response = await cluster.http.post("/v1/completions", json={"prompt": None})
         assert response.json()["error"]["message"] == "prompt: Field required"
 

@@ -304,8 +304,8 @@ class TestStrict:
 
 
 REFUSED = [
-    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tool_choice": "auto", "tools": []}, "tool_choice", "needs tools"),
+    ({"tool_choice": "required"}, "tool_choice", "requires tools"),
+    ({"tool_choice": "auto", "tools": []}, "tool_choice", "requires tools"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'any'"),
     ({"tools": [TOOL], "tool_choice": {"type": "x"}}, "tool_choice", "must be one of"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),

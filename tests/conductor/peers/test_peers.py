@@ -290,7 +290,7 @@ async def test_only_conductors_are_told_where_certificates_name_roles(tmp_path: 
             two.dispatcher.own.began(begun("r"))
             await until(lambda: len(one.dispatcher.peers) == 1)
             worker = Credentials("", "secret", TlsFiles(*files["worker"], ca))
-            with pytest.raises(Forbidden, match="needs the certificate of a conductor"):
+            with pytest.raises(Forbidden, match="requires a certificate with the role conductor"):
                 await anext(wire.follow(two.peers.address, worker))
             two.dispatcher.own.freed("r")
 

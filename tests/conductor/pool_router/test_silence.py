@@ -153,7 +153,7 @@ async def test_the_kernel_looks_whether_the_host_of_a_silent_server_is_there() -
             sock = response.extensions["network_stream"].get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENT_HOST_S * 1000
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert [piece async for piece in client.pieces(response)] == [b"data: [DONE]\n\n"]
+            assert [piece async for piece in client.pieces(response, "the server")] == [b"data: [DONE]\n\n"]
         finally:
             await client.close()
 

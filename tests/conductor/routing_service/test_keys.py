@@ -48,7 +48,7 @@ async def test_nobody_without_a_key(tmp_path: Path) -> None:
     config = RouterConfig(port=0, grpc_port=0, grace_s=0.0, api_keys=keys)
     async with RouterServer(config, CollectorRegistry()).running() as server:
         async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as http:
-            app = make_app(server.service, config.hasher(), None, CollectorRegistry(), 1, None)
+            app = make_app(server.api, CollectorRegistry(), 1, None)
             routes = routes_of(app.routes)
             assert {path for _, path in routes} == set(route_rights.ROUTING_SERVICE.table)
             for method, path in routes:

@@ -105,7 +105,7 @@ class TestService:
             lambda: service.add_request("r1", asks("x"), A, A, 0.0),
             lambda: service.best(asks("x"), 0.0, "r1"),
         ):
-            with pytest.raises(InvalidRequest, match="under way already"):
+            with pytest.raises(InvalidRequest, match="already in progress"):
                 wrong()
         service.check()
 
@@ -120,7 +120,7 @@ class TestService:
         ):
             with pytest.raises(InvalidRequest, match="'a' is unknown"):
                 wrong()
-        with pytest.raises(InvalidRequest, match="not under way"):
+        with pytest.raises(InvalidRequest, match="not in progress"):
             service.prefill_completed("r", 0.0)
         with pytest.raises(InvalidRequest, match="role"):
             service.put_worker(A, Role.MASTER)
@@ -299,11 +299,11 @@ async def test_a_requests_life_over_http(served):
         ("/best_worker", {"polcy": "linear"}, "polcy"),
         ("/best_worker", {"policy": "best"}, "best"),
         ("/best_worker", {"weights": {"speed": 1.0}}, "speed"),
-        ("/best_worker", {"block_hashes": ["zz"]}, "not hex"),
+        ("/best_worker", {"block_hashes": ["zz"]}, "neither hex"),
         ("/best_worker", {"block_hashes": ["00"], "tokens": [1]}, "either"),
         ("/add_request", {"prefill_worker": "p"}, "request_id"),
         ("/report_load", {"worker": "nobody"}, "nobody"),
-        ("/prefill_completed", {"request_id": "r"}, "not under way"),
+        ("/prefill_completed", {"request_id": "r"}, "not in progress"),
     ],
 )
 async def test_what_is_wrong_is_answered(served, path, body, text):

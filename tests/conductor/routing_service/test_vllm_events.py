@@ -7,8 +7,13 @@ import asyncio
 import pytest
 
 from tanghulu.conductor.routing_service.main import RouterConfig
-from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers, parse_sources
-from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.conductor.routing_service.vllm_events import (
+    EventDecoder,
+    EventSource,
+    Numbers,
+    VllmFollower,
+    parse_sources,
+)
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import InstanceId

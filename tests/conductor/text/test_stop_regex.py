@@ -56,20 +56,20 @@ def test_the_one_that_ends_first_wins():
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [
-        ("(", "is no regular expression"),
+        ("(", "is not a regular expression"),
         ("a*", "matches the empty text"),
         ("", "matches the empty text"),
-        ("^a", "looks around"),
-        (r"\ba", "looks around"),
-        ("a(?=b)", "looks around"),
-        (r"(a)\1", "looks around"),
+        ("^a", "uses anchors"),
+        (r"\ba", "uses anchors"),
+        ("a(?=b)", "uses anchors"),
+        (r"(a)\1", "uses anchors"),
         ("a" * 2000, "has more than"),
         ("(a{99}){99}", "is too large"),
-        ("(" * 500 + "a" + ")" * 500, "is no regular expression"),
+        ("(" * 500 + "a" + ")" * 500, "is not a regular expression"),
         ("(){9999999}a", "is too large"),
         ("((){9999}){9999}a", "is too large"),
         ("(" + "|".join(a + b for a in "abcdefgh" for b in "abcdefgh") + ")*c", "is too large"),
-        ("a{99999999999}", "is no regular expression"),
+        ("a{99999999999}", "is not a regular expression"),
     ],
 )
 def test_what_has_no_small_automaton_is_refused(pattern, why):

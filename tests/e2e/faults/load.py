@@ -13,7 +13,7 @@ from tests.e2e.faults.asking import APIS, Answer, Ask, objection_to_whole, read
 from tests.e2e.faults.parts import Part
 
 #: What a client is told by a conductor that ends.
-_STOPPING = "the conductor is stopping"
+_STOPPING = "the conductor is shutting down"
 _PAUSE_S = 0.1
 #: As long as a whole answer of the real model may take on a busy machine.
 _READ_S = 900.0

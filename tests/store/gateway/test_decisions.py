@@ -11,7 +11,7 @@ from tanghulu.store.gateway import chunks_api as matching_module
 from tanghulu.store.gateway.bounds import InFlight
 from tanghulu.store.gateway.chunks_api import MAX_PATTERN, matching
 from tanghulu.store.gateway.clients import ClientCache
-from tanghulu.store.gateway.values_api import RangeNotSatisfiable, asks_for_part, part_of
+from tanghulu.store.gateway.values_api import RangeNotSatisfiable, is_single_range, part_of
 
 
 class Value:
@@ -111,7 +111,7 @@ def test_a_range_is_what_a_slice_would_be(size: int, first: int, last: int) -> N
         (f"bytes={first}-", value[first:]),
         (f"bytes=-{last}", value[max(size - last, 0) :]),
     ):
-        if not asks_for_part(header):
+        if not is_single_range(header):
             assert last < first
             continue
         try:
@@ -139,9 +139,9 @@ async def test_patterns_are_tried_elsewhere() -> None:
     assert await matching("^a/|漢|end$", keys, 30.0) == ["a/1", "漢", "line\nend"]
     with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
         await matching("^(a+)+$", ["a" * 80 + "!"], 1.0)
-    with pytest.raises(InvalidRequest, match="no regular expression"):
+    with pytest.raises(InvalidRequest, match="not a regular expression"):
         await matching("(", [], 30.0)
-    with pytest.raises(InvalidRequest, match="longer than"):
+    with pytest.raises(InvalidRequest, match="the limit is 4096"):
         await matching("x" * (MAX_PATTERN + 1), keys, 30.0)
 
 

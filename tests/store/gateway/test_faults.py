@@ -43,7 +43,7 @@ def test_a_body_that_stops_coming(gateway: Gateway) -> None:
         answer = b"".join(iter(lambda: wire.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408")
         assert b"connection: close" in answer
-        assert b"3 of 100 bytes came" in answer
+        assert b"received 3 of 100 bytes" in answer
     assert gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 0
 
 

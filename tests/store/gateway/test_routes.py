@@ -384,7 +384,7 @@ def test_an_option_that_a_route_has_not_is_refused_by_name(http: httpx.Client, d
     direct.put("u", b"value")
     answer = http.request(method, path, content=b"x")
     assert error_of(answer) == (400, "invalid_request")
-    assert "of the query" in answer.text or "the query has" in answer.text
+    assert "the query option" in answer.text or "the query has" in answer.text
     assert direct.get("u").bytes() == b"value"
 
 

@@ -33,7 +33,7 @@ def test_values_and_keys_and_connections_are_bounded() -> None:
         call = messages.node_stat("fits")
         address = Address.parse(cluster.nodes[0].address)
         opened: list[FastConnection] = []
-        with pytest.raises((Overloaded, NodeUnavailable), match="takes no more"):
+        with pytest.raises((Overloaded, NodeUnavailable), match="has reached its limit"):
             open_nine(address, call, opened)
         assert len(opened) > 2
         for connection in opened:

@@ -16,8 +16,7 @@ from typing import Any, Self
 import structlog
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.conductor.routing_service.vllm_events import EventSource
-from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.conductor.routing_service.vllm_events import EventSource, VllmFollower
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import VllmEngine

@@ -9,10 +9,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.index import shards as event_shards
-from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index import events
+from tanghulu.conductor.index.events import SLICE_BLOCKS, CacheMirror, EventQueues
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
-from tanghulu.conductor.index.shards import SLICE_BLOCKS, EventShards
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import SessionWelcome
 from tanghulu.session.outputs import KvChange
@@ -30,12 +29,12 @@ EVENTS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(EVENTS, st.integers(0, 3)), max_size=25), st.integers(1, 3), st.sampled_from([20, 1000]))
-def test_the_index_comes_out_the_same(steps, num_shards, most):
+@given(st.lists(st.tuples(EVENTS, st.integers(0, 3)), max_size=25), st.sampled_from([20, 1000]))
+def test_the_index_comes_out_the_same(steps, most):
     """Slices of three blocks, applied now and then."""
     at_once, index = PrefixIndex(), PrefixIndex()
-    sliced = EventShards(index.apply, num_shards, max_waiting_blocks=most)
-    before, event_shards.SLICE_BLOCKS = event_shards.SLICE_BLOCKS, 3
+    sliced = EventQueues(index.apply, max_waiting_blocks=most)
+    before, events.SLICE_BLOCKS = events.SLICE_BLOCKS, 3
     try:
         for event, turns in steps:
             at_once.apply(event)
@@ -46,9 +45,9 @@ def test_the_index_comes_out_the_same(steps, num_shards, most):
         while sliced.apply_some():
             sliced.check()
     finally:
-        event_shards.SLICE_BLOCKS = before
+        events.SLICE_BLOCKS = before
     assert sliced.waiting_blocks == 0
-    assert sliced.waiting_holders() == set()
+    assert sliced.waiting_holders == set()
     for start in range(0, 40, 7):
         assert index.match(CHAIN[start:]) == at_once.match(CHAIN[start:])
     index.check()
@@ -61,7 +60,7 @@ def blocks(num: int, seed: int) -> list[BlockHash]:
 
 async def test_a_snapshot_does_not_hold_others_up():
     """Half a million blocks of one worker: another's event counts at once, and the loop turns all the while."""
-    mirror, snapshot, few = CacheMirror(num_shards=64), blocks(500_000, 1), blocks(64, 2)
+    mirror, snapshot, few = CacheMirror(), blocks(500_000, 1), blocks(64, 2)
     applying = asyncio.create_task(mirror.apply_events())
     await asyncio.sleep(0)
     big, small = InstanceId("big"), InstanceId("small")
