@@ -52,10 +52,10 @@ def recording() -> Iterator[list[bytes]]:
     frames: list[bytes] = []
     original = FastConnection._send
 
-    def send(self: FastConnection, call: Any, call_id: int, until: float, body: bytes | None = None) -> None:
-        body, data = call.body if body is None else body, b"".join(bytes(part) for part in call.attachment)
+    def send(self: FastConnection, call: Any, call_id: int, until: float) -> None:
+        body, data = call.body, b"".join(bytes(part) for part in call.attachment)
         frames.append(encode_head(call.method, call_id, len(body), len(data)) + body + data)
-        original(self, call, call_id, until, body)
+        original(self, call, call_id, until)
 
     FastConnection._send = send  # type: ignore[method-assign]
     try:
