@@ -76,25 +76,13 @@ def test_debug_sets_the_fields_of_developers(invoke, tmp_path):
         (("--debug", "sead=1"), "--debug sead=1: 'sead' is none of checks, seed"),
         (("--debug", "seed"), "--debug seed: '' is not a valid integer."),
         (("--debug", "seed=-1"), "--seed is -1; it cannot be negative"),
-        (("--seed", "1"), "--seed was removed: use --debug KEY=VALUE"),
-        (("--worker-timeout", "1"), "--worker-timeout was removed: its name ends in _s now"),
     ],
 )
-def test_debug_and_removed_options_name_themselves(invoke, flags, message):
+def test_debug_options_name_themselves(invoke, flags, message):
     result, config = invoke(*flags)
     assert config is None
     assert isinstance(result.exception, ConfigError)
     assert result.exception.message == message
-
-
-def test_a_removed_setting_names_what_to_do_wherever_it_is_set(invoke, monkeypatch, tmp_path):
-    file = tmp_path / "t.toml"
-    file.write_text("[probe]\nevent_shards = 4\n")
-    with pytest.raises(ConfigError, match=r"'event_shards' in .probe. is unknown; it was removed: the default always"):
-        load_toml(file, invoke.commands)
-    monkeypatch.setenv("TANGHULU_DEBUG_CHECKS", "1")
-    with pytest.raises(ConfigError, match="TANGHULU_DEBUG_CHECKS is unknown; it was removed: use --debug checks=true"):
-        refuse_unknown_variables(variables_of(invoke.commands.values()))
 
 
 def test_flag_beats_variable_beats_toml(invoke, tmp_path):
