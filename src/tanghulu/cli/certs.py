@@ -8,7 +8,6 @@ missing. There are no revocation lists, so certificates are valid for 397 days a
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tanghulu.auth.certificate_roles import AUTHORITY, CLIENT, ROLES, URI, name_for
+from tanghulu.cli.printing import write_private
 from tanghulu.errors import ConfigError
 from tanghulu.runtime import extras
 
@@ -165,11 +165,7 @@ def _write(
         (folder / f"{name}.key", secret, 0o600),
         (folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM), 0o644),
     ):
-        scratch = path.with_suffix(path.suffix + ".new")
-        scratch.unlink(missing_ok=True)
-        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
-        scratch.replace(path)
+        write_private(path, data, mode)
         made.append(path)
 
 

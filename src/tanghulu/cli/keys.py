@@ -21,7 +21,7 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
 from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import validate_tenant
-from tanghulu.cli.printing import print_json
+from tanghulu.cli.printing import print_json, print_outcome
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import MOST, FiniteRange
 
@@ -65,10 +65,7 @@ def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json:
     """Add a key called NAME to FILE, creating the file if necessary, and print the key. It cannot be shown again."""
     made = new_key()
     add(file, name, made, rights or (KeyRight.INFERENCE.value,), tenant, **numbers)
-    if as_json:
-        print_json({"key": made, "name": name, "sha256": hash_of(made)})
-    else:
-        click.echo(made)
+    print_outcome(as_json, {"key": made, "name": name, "sha256": hash_of(made)}, made)
 
 
 @COMMAND.command("secret", short_help="Make a cluster secret in a file.")
