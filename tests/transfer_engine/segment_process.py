@@ -129,9 +129,9 @@ class Owner:
         return {
             "read": self.server.bytes_read["tcp"],
             "written": self.server.bytes_written["tcp"],
-            "refused": self.server.num_refused,
+            "refused": self.server.admission.num_refused,
             "connections": self.server.num_connections,
-            "fenced": self.server.num_fenced,
+            "fenced": self.server.admission.num_fenced,
         }
 
 

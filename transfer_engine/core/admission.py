@@ -37,11 +37,9 @@ class Connection(Protocol):
     @property
     def progress(self) -> tuple[int, int] | None:
         """(slice id, bytes moved) of the slice in work, None when there is none."""
-        ...
 
     def cut(self) -> None:
         """Close at once: nothing is received into the segment after this call."""
-        ...
 
 
 #: Takes (session id, the peer's message); called once for each notice, after all of its bytes have landed.

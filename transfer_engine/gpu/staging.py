@@ -28,11 +28,9 @@ class DeviceCopier(Protocol):
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy."""
-        ...
 
     def wait(self, half: int) -> None:
         """Wait until the half's copies have ended."""
-        ...
 
 
 Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.Tensor"]]]

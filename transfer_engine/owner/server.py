@@ -57,7 +57,7 @@ class SegmentServer:
         self._looking: asyncio.TimerHandle | None = None
         self._emptied = asyncio.Event()
         self._open = False
-        self._admission = PeerAdmission(
+        self.admission = PeerAdmission(
             segment,
             access,
             generation=generation,
@@ -71,7 +71,7 @@ class SegmentServer:
             segment=segment,
             access=access,
             generation=generation,
-            admission=self._admission,
+            admission=self.admission,
             listen=listen,
             limits=limits,
             on_freed=self._tell,
@@ -92,7 +92,7 @@ class SegmentServer:
         TransferFailed if the memory cannot be registered.
         """
         assert not self._open, "a server starts once"
-        self._open = self._admission.open = True
+        self._open = self.admission.open = True
         try:
             for listener in self._listeners.values():
                 await listener.start()
@@ -114,7 +114,7 @@ class SegmentServer:
         """Disconnect all peers; no transfer is open, and no socket file is left, when this returns."""
         if not self._open:
             return
-        self._open = self._admission.open = False
+        self._open = self.admission.open = False
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._looking is not None:
@@ -122,7 +122,7 @@ class SegmentServer:
         for listener in reversed(self._listeners.values()):
             await listener.close()
         self._watch.close()
-        if self._admission.connections:
+        if self.admission.connections:
             await self._emptied.wait()
         await asyncio.sleep(0)  # READs end one turn behind their connection_lost
 
@@ -138,36 +138,16 @@ class SegmentServer:
     @property
     def bytes_read(self) -> dict[str, int]:
         """Payload bytes by transport, from the client's point of view."""
-        return {"shm": 0, "tcp": self._admission.bytes_read}
+        return {"shm": 0, "tcp": self.admission.bytes_read}
 
     @property
     def bytes_written(self) -> dict[str, int]:
         """Payload bytes by transport, from the client's point of view."""
-        return {"shm": 0, "tcp": self._admission.bytes_written}
-
-    @property
-    def num_refused(self) -> int:
-        """Refused tcp connections and slices."""
-        return self._admission.num_refused
-
-    @property
-    def num_notices(self) -> int:
-        """Notices handed to ``on_notice``."""
-        return self._admission.num_notices
-
-    @property
-    def num_mismatches(self) -> int:
-        """Verified WRITEs that landed with another checksum."""
-        return self._admission.num_mismatches
-
-    @property
-    def num_fenced(self) -> int:
-        """tcp connections given up by their clients with a WRITE on them."""
-        return self._admission.num_fenced
+        return {"shm": 0, "tcp": self.admission.bytes_written}
 
     def check(self) -> None:
         """Assert the invariants."""
-        self._admission.check()
+        self.admission.check()
         for listener in self._listeners.values():
             listener.check()
 
@@ -187,7 +167,7 @@ class SegmentServer:
 
     def _sweep(self) -> None:
         """Cut connections that stall inside a slice; forget ended sessions."""
-        self._admission.cut_stalled(round(LEAST_BYTES_S * self._limits.stall_timeout_s))
+        self.admission.cut_stalled(round(LEAST_BYTES_S * self._limits.stall_timeout_s))
         for session_id in self._watch.session_ids:
             if self._access is None or not self._access.has_session(session_id):
                 self._watch.forget(session_id)
@@ -195,5 +175,5 @@ class SegmentServer:
 
     def _look(self) -> None:
         """Cut connections that have sent no HELLO since the last look: at most ``hello_s`` after they connected."""
-        self._admission.cut_unknown()
+        self.admission.cut_unknown()
         self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)

@@ -21,11 +21,9 @@ class OpenSocket(Protocol):
 
     def getsockname(self) -> Any:
         """Return the address of this end."""
-        ...
 
     def setsockopt(self, level: int, option: int, value: int | bytes, /) -> None:
         """Set an option."""
-        ...
 
 
 def unpace_within_machine(sock: OpenSocket, peer: Any) -> None:

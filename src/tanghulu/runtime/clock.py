@@ -11,7 +11,6 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Return the seconds since some fixed point; never goes back."""
-        ...
 
 
 class SystemClock:

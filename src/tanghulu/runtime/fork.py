@@ -36,7 +36,6 @@ class HasDescriptor(Protocol):
 
     def fileno(self) -> int:
         """Return its descriptor; -1 once closed."""
-        ...
 
 
 class Forkable(Protocol):
@@ -44,7 +43,6 @@ class Forkable(Protocol):
 
     def forget_in_child(self) -> None:
         """Refuse all use from now on, in a child, and touch neither locks nor peers nor mapped memory."""
-        ...
 
 
 _descriptors: WeakSet[HasDescriptor] = WeakSet()

@@ -21,6 +21,7 @@ from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import ConnectContext, ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, ShmHello, parse_head
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
@@ -95,7 +96,7 @@ class Owner:
 
     @property
     def reception(self) -> PeerAdmission:
-        return self.server._admission
+        return self.server.admission
 
     async def knock(self, transport: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if transport == "rdma":
@@ -257,6 +258,7 @@ class StillDevices:
     """Verbs' part: a queue pair that is never connected."""
 
     address = NO_ADDRESS
+    slots = StagedSlots(1)
 
     def device(self, name: str) -> StillDevices:
         return self
@@ -275,7 +277,7 @@ class RdmaMovers:
     dialect = RDMA
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> RdmaMover:
-        return RdmaMover(cast(Any, StillDevices()), "mlx5_0", path.endpoint.device, cast(Any, None), wake)
+        return RdmaMover(cast(Any, StillDevices()), "mlx5_0", path.endpoint.device, cast(Any, StillDevices()), wake)
 
     def close(self) -> None:
         pass

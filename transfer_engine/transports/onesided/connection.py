@@ -8,77 +8,86 @@ users, and the alternatives, are decided elsewhere.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
+from typing import Any, NamedTuple
 
 from tanghulu.errors import ChecksumMismatch, TanghuluError
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
+from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Arrived, Completion, ConnectionBroken, Corrupt, Fences, Refused
 from tanghulu.transfer_engine.core.wire import MalformedMessage, digest_of, typed_error
 from tanghulu.transfer_engine.transports.onesided.control import Control, Digested
 
 
-class Mover(Protocol):
+class Posted(NamedTuple):
+    """A slice on its way: its staging slot if it has one, and the transport's handle of its transfer."""
+
+    piece: Slice
+    slot: int | None
+    transfer: Any = None
+
+
+class Mover(ABC):
     """The client's end of a one-sided transport: a queue pair, an agent. Used by one thread at a time.
 
-    Raises NodeUnavailable or TransferFailed when it cannot be used any more.
+    Small slices go through ``slots``. Raises NodeUnavailable or TransferFailed when it cannot be used any more.
     """
 
-    #: What the owner needs to make its end.
-    asked: bytes
-    #: Whether slices may be posted.
-    ready: bool
+    def __init__(self, slots: StagedSlots, asked: bytes = b"") -> None:
+        #: What the owner needs to make its end.
+        self.asked = asked
+        #: Whether slices may be posted.
+        self.ready = False
+        self._slots = slots
+        self._posted: deque[Posted] = deque()
 
+    @abstractmethod
     def connect(self, granted: bytes) -> None:
         """Reach the owner's end; ``ready`` once that is done. Also raises MalformedMessage."""
-        ...
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027 - not every transport needs more than ``connect``
         """Continue connecting."""
-        ...
 
     def has_room_for(self, piece: Slice) -> bool:
         """Return whether the slice can be posted now."""
-        ...
+        return self._slots.has_room_for(piece)
 
+    @abstractmethod
     def post(self, piece: Slice) -> None:
         """Begin to move the slice, at the latest with ``flush``."""
-        ...
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - nor does every transport post in chains
         """Begin to move the posted slices."""
-        ...
 
     @property
     def num_posted(self) -> int:
         """Number of moving slices."""
-        ...
+        return len(self._posted)
 
     @property
     def writing(self) -> bool:
         """Whether a WRITE is among them."""
-        ...
+        return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
 
+    @abstractmethod
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
         """Append the slices whose bytes are in place, and the refused ones."""
-        ...
 
     def fileno(self) -> int:
         """Return a descriptor, readable after ``arm`` when ``collect`` has something; -1 if it must be polled."""
-        ...
+        return -1
 
-    def arm(self) -> None:
+    def arm(self) -> None:  # noqa: B027 - without a descriptor there is nothing to do
         """Have the descriptor signal the next end of a slice."""
-        ...
 
-    def woken(self) -> None:
+    def woken(self) -> None:  # noqa: B027 - the same
         """Record that the descriptor is readable."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Let nothing land here and nothing be sent any more; forget posted slices. May wait a bounded time."""
-        ...
 
 
 class OneSidedConnection:

@@ -15,16 +15,13 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable, TanghuluError
-from tanghulu.runtime.fork import lose_in_children
-from tanghulu.transfer_engine.core.network import StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import ConnectContext, ConnectionBroken
 from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers, typed_error
 from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, ControlOp, ControlRequest, Dialect
-from tanghulu.transfer_engine.transports.tcp.tls import TlsStreamSocket
+from tanghulu.transfer_engine.transports.tcp.sockets import connect
 from tanghulu.types import Address
 
 #: Most seconds for which giving up waits for the owner to confirm that its end is closed too.
@@ -69,8 +66,7 @@ class Control:
         self._in = bytearray()
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
         address = Address.parse(path.endpoint.address)
-        plain, tls = _start_connecting(dialect.protocol, address), context.config.tls
-        self._sock: StreamSocket = TlsStreamSocket(plain, client_context(tls), address.host) if tls else plain
+        self._sock = connect(path.label, address, context.config.tls)
 
     # --- for the connection
 
@@ -204,19 +200,3 @@ class Control:
             raise ConnectionBroken(answer.refusal)
         elif request.op is ControlOp.CONNECT:
             self._leased, self.granted = answer.leased, answer.payload
-
-
-def _start_connecting(protocol: str, address: Address) -> socket.socket:
-    """Start to connect; raises NodeUnavailable if the name has no address."""
-    try:
-        family, kind, protocol_number, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
-        raise NodeUnavailable(f"{protocol} {address}: {error}") from error
-    sock = socket.socket(family, kind, protocol_number)
-    lose_in_children(sock)
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.connect_ex(where)
-    return sock

@@ -30,11 +30,9 @@ class Movers(Protocol):
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> Mover:
         """Return a mover for connection ``token``; ``wake`` ends a ``poll``. Raises NodeUnavailable, TransferFailed."""
-        ...
 
     def close(self) -> None:
         """Release what they share; every mover is closed."""
-        ...
 
 
 class OneSidedPeer:

@@ -33,7 +33,6 @@ class FarEnd(Protocol):
 
     def close(self) -> None:
         """Close it: nothing lands and nothing is sent through it any more when this returns."""
-        ...
 
 
 class Grant(NamedTuple):
@@ -53,26 +52,21 @@ class FarEnds(Protocol):
     @property
     def devices(self) -> Sequence[str]:
         """Names of the serving devices, in the order of preference; one empty name if irrelevant."""
-        ...
 
     async def start(self) -> None:
         """Acquire the devices and the segment. Raises NodeUnavailable, TransferFailed."""
-        ...
 
     def admit(self, asked: bytes) -> None:
         """Raise the typed refusal if no end can be made for such a CONNECT; MalformedMessage."""
-        ...
 
     async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
         """Hand ``take`` an end, made in a thread; its resources stay open until ``take`` has returned.
 
         Raises NodeUnavailable, TransferFailed, and what ``take`` raises.
         """
-        ...
 
     def close(self) -> None:
         """Release the segment and the devices; every end is closed already."""
-        ...
 
 
 class OneSidedListener:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from tanghulu.transfer_engine.core.config import MIB, EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.links import WiredLink
-from tanghulu.transfer_engine.core.network import KernelNetwork, Network
+from tanghulu.transfer_engine.core.network import Network
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
@@ -36,8 +36,8 @@ from tanghulu.transfer_engine.core.transport import (
 )
 from tanghulu.transfer_engine.topology.devices import Topology, pair
 from tanghulu.transfer_engine.transports.tcp.listener import TcpListener
+from tanghulu.transfer_engine.transports.tcp.sockets import KernelNetwork
 from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
-from tanghulu.transfer_engine.transports.tcp.tls import TlsNetwork
 from tanghulu.types import Address
 
 NAME = "tcp"
@@ -47,7 +47,7 @@ LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slice
 def connect(context: ConnectContext, network: Network | None = None) -> TcpPeer:
     """Return a remote segment behind some ``host:port``; nothing is sent yet. ``network`` replaces the machine's."""
     if network is None:
-        network = TlsNetwork(context.config.tls) if context.config.tls else KernelNetwork()
+        network = KernelNetwork(context.config.tls)
     return TcpPeer(context, network)
 
 

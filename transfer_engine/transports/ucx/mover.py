@@ -5,36 +5,27 @@ Owns all three. Making and closing an agent takes some milliseconds; nothing els
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
 
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.slices import Opcode, Slice
+from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Completion
-from tanghulu.transfer_engine.transports.ucx.agent import Agent, AgentRegistration, AgentTransfer, parse_granted
+from tanghulu.transfer_engine.transports.onesided.connection import Mover, Posted
+from tanghulu.transfer_engine.transports.ucx.agent import Agent, AgentRegistration, parse_granted
 
 NUM_SLOTS = 16
 
 
-class _Posted(NamedTuple):
-    piece: Slice
-    slot: int | None
-    transfer: AgentTransfer
-
-
-class UcxMover:
+class UcxMover(Mover):
     """An agent of one connection alone; ``token`` is its name, and the key of what it registers."""
-
-    asked = b""
 
     def __init__(self, token: int) -> None:
         """Make the agent; raises NodeUnavailable if there is no NIXL, TransferFailed."""
-        self.ready = False
+        super().__init__(StagedSlots(NUM_SLOTS))
         self._token = token
-        self._posted: list[_Posted] = []
         self._peer = ""
         self._segment_address = 0
-        self._slots = StagedSlots(NUM_SLOTS)
         self._agent = Agent(f"client-{token:x}", serves=False)
         self._staged = self._agent.register(self._slots.memory.address, self._slots.memory.size_bytes)
 
@@ -46,13 +37,6 @@ class UcxMover:
         self._peer = self._agent.connect(metadata)
         self.ready = True
 
-    def advance(self) -> None:
-        """Do nothing: connecting is immediate."""
-
-    def has_room_for(self, piece: Slice) -> bool:
-        """Return whether there is staging memory, if required."""
-        return self._slots.has_room_for(piece)
-
     def post(self, piece: Slice) -> None:
         """Hand the slice to UCX."""
         slot = self._slots.take(piece)
@@ -63,24 +47,11 @@ class UcxMover:
             local = self._slots.address(slot)
         remote = self._segment_address + piece.remote_offset
         transfer = self._agent.post(piece.opcode, self._peer, local, remote, piece.length)
-        self._posted.append(_Posted(piece, slot, transfer))
-
-    def flush(self) -> None:
-        """Do nothing: UCX has begun already."""
-
-    @property
-    def num_posted(self) -> int:
-        """Number of slices posted and not ended."""
-        return len(self._posted)
-
-    @property
-    def writing(self) -> bool:
-        """Whether a WRITE is among them."""
-        return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
+        self._posted.append(Posted(piece, slot, transfer))
 
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
         """Advance the transfers by polling each."""
-        still: list[_Posted] = []
+        still: deque[Posted] = deque()
         for each in self._posted:
             if not each.transfer.done():
                 still.append(each)
@@ -90,16 +61,6 @@ class UcxMover:
                 self._slots.put(each.slot, each.piece)
             landed.append(each.piece)
         self._posted = still
-
-    def fileno(self) -> int:
-        """Return -1 for no descriptor: UCX reports progress only when polled."""
-        return -1
-
-    def arm(self) -> None:
-        """Do nothing: there is no descriptor."""
-
-    def woken(self) -> None:
-        """Do nothing: there is no descriptor."""
 
     def close(self) -> None:
         """Close the agent; slots in use go with it."""
