@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.undo import undo_on_error
 from tanghulu.transfer_engine.core.transport import Link
 
 
@@ -100,11 +101,8 @@ class LinkPool:
                     self._changed.wait(left_s)
             finally:
                 self._num_waiting -= 1
-        try:
+        with undo_on_error(self._forget):
             return connect()
-        except BaseException:  # including an interrupt: there is no link to count; re-raised
-            self._forget()
-            raise
 
     def _forget(self) -> None:
         """Count one link less, so that another may be made."""

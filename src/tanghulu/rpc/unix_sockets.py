@@ -14,9 +14,11 @@ the TCP address is used.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 from tanghulu.types import Address
 
@@ -72,6 +74,16 @@ def inode_of_process(pidfd: int) -> int:
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, uid, gid
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Make socket files created inside private to this user."""
+    previous = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(previous)
 
 
 def listen_nearby(host: str, port: int) -> socket.socket | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tanghulu.runtime.undo import undo_on_error
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Slice
@@ -109,11 +110,8 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
 
     def _connect(self, path: Path) -> OneSidedConnection:
         control = Control(path, self._movers.dialect, self._context)
-        try:
+        with undo_on_error(control.close):
             mover = self._movers.make(path, control.token, self.wake)
-        except BaseException:  # including an interrupt: the socket has no other owner; re-raised
-            control.close()
-            raise
         connection = OneSidedConnection(path, mover, control, self._context.fences)
         connection.watched = control.interest
         self._watch(connection, control.fileno(), connection.watched)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import LeaseExpired, Overloaded, TanghuluError
+from tanghulu.runtime.undo import undo_on_error
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, OtherVersion
@@ -90,14 +91,11 @@ class OneSidedListener:
         """Listen. Raises what ``FarEnds.start`` raises, and OSError."""
         await self.ends.start()
         loop = asyncio.get_running_loop()
-        try:
+        with undo_on_error(self.ends.close):
             make: Callable[[], asyncio.BaseProtocol] = partial(OneSidedServerConnection, self)
             if self._listen.tls is not None:
                 make = self._handshakes = Handshakes(self._listen.tls, make, self._hello_s)
             self._listener = await loop.create_server(make, self._listen.host, 0, backlog=_BACKLOG)
-        except BaseException:  # including a cancel: nothing else would release the devices; re-raised
-            self.ends.close()
-            raise
         self._port = self._listener.sockets[0].getsockname()[1]
         if self._access is not None:
             self._also_revoke = self._access.on_revoke

@@ -17,7 +17,8 @@ import socket
 import structlog
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
-from tanghulu.rpc.unix_sockets import peer_pidfd, peer_process, peer_uid
+from tanghulu.rpc.unix_sockets import peer_pidfd, peer_process, peer_uid, private_files
+from tanghulu.runtime.undo import undo_on_error
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint, SessionKey
 from tanghulu.transfer_engine.core.transport import ServeContext
@@ -72,17 +73,11 @@ class ShmListener:
     async def start(self) -> None:
         """Bind (replacing a dead process's socket file) and listen; raises OSError if the path cannot be used."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
+        with undo_on_error(listener.close):
             _unlink_if_dead(self._path)
-            previous = os.umask(0o177)
-            try:
+            with private_files():
                 listener.bind(self._path)
-            finally:
-                os.umask(previous)
             listener.listen(_BACKLOG)
-        except BaseException:  # including a cancel: the socket has no other owner; re-raised
-            listener.close()
-            raise
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener), name=f"shm listener {self._path}")
 

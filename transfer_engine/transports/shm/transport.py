@@ -22,6 +22,7 @@ import struct
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import lose_in_children
+from tanghulu.runtime.undo import undo_on_error
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.copying import Memory
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
@@ -126,20 +127,18 @@ class ShmPeer:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            lose_in_children(sock)
-            sock.settimeout(timeout_s)
-            sock.connect(endpoint.address)
-            sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
-            memory = _receive_memory(sock, descriptor.size_bytes)
-            sock.setblocking(False)
-            return cls(sock, memory, endpoint)
-        except BaseException as error:  # including an interrupt: the socket has no other owner; re-raised
-            sock.close()
-            if isinstance(error, OtherVersion):
-                raise typed_error(error, f"shm socket {endpoint.address}") from error
-            if isinstance(error, OSError | MalformedMessage):
-                raise NodeUnavailable(f"shm socket {endpoint.address}: {error or type(error).__name__}") from error
-            raise
+            with undo_on_error(sock.close):
+                lose_in_children(sock)
+                sock.settimeout(timeout_s)
+                sock.connect(endpoint.address)
+                sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
+                memory = _receive_memory(sock, descriptor.size_bytes)
+                sock.setblocking(False)
+                return cls(sock, memory, endpoint)
+        except OtherVersion as error:
+            raise typed_error(error, f"shm socket {endpoint.address}") from error
+        except (OSError, MalformedMessage) as error:
+            raise NodeUnavailable(f"shm socket {endpoint.address}: {error or type(error).__name__}") from error
 
     @property
     def mapped(self) -> bool:
