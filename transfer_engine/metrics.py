@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from tanghulu.transfer_engine.core.paths import LATENCY_BOUNDS_S, Path, PathState, PathStats
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 
 #: Label of a path; the figures of its streams are added up.
 _LABELS = ("segment", "transport", "peer", "device")

@@ -43,15 +43,19 @@ from tanghulu.transfer_engine.engine import (
 from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
-from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
-from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
-from tanghulu.transfer_engine.transports.rdma.works import (
+from tanghulu.transfer_engine.transports.rdma.verbs import (
     CompletionRing,
+    Device,
+    DeviceInfo,
+    MemoryRegion,
     PostRing,
+    QueuePair,
     WorkCompletion,
     WorkRequest,
+    probe,
     which_tell,
 )
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
 
 CHAIN = 64
 NUM_DEVICES = 8

@@ -18,7 +18,7 @@ from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.topology.devices import NetworkDevice, Topology, matrix_of
 from tanghulu.transfer_engine.transports.tcp import transport as tcp
 from tests.transfer_engine.segment_process import HOST_ID, SegmentProcess

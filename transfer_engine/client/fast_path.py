@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.handle import EngineResources
-from tanghulu.transfer_engine.client.link_pool import LinkPool
+from tanghulu.transfer_engine.client.remote import LinkPool
 from tanghulu.transfer_engine.client.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.paths import Path, PathTable

@@ -1,6 +1,6 @@
 """Decisions of a segment's owner about its peers' connections: pure, no socket and no loop.
 
-Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``owner.server`` sweeps;
+Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``server`` sweeps;
 the transports' listeners move the bytes and consult it; ``access`` decides what a peer may touch. The simulation drives
 this very class.
 """
@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
-from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash, session_key

@@ -20,10 +20,9 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, ServerLimits, TransportLimits
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Slice

@@ -11,9 +11,9 @@ from typing import Any
 from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Slice
-from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Completion
 from tanghulu.transfer_engine.engine import Opcode
+from tanghulu.transfer_engine.transports.onesided.connection import StagedSlots
 from tanghulu.transfer_engine.transports.onesided.listener import Grant
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA
 from tests.transfer_engine.segment_process import Owner

@@ -21,19 +21,19 @@ from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import ConnectContext, ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, ShmHello, parse_head
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.transports.onesided.connection import StagedSlots
 from tanghulu.transfer_engine.transports.onesided.link import Movers, OneSidedLink
 from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener, OneSidedServerConnection
 from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, ControlAnswer, ControlOp, ControlRequest
-from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
+from tanghulu.transfer_engine.transports.rdma.transport import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_asked
 from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
-from tanghulu.transfer_engine.transports.ucx import mover as ucx_mover
+from tanghulu.transfer_engine.transports.ucx import transport as ucx_transport
 from tanghulu.transfer_engine.transports.ucx.agent import UCX
 from tanghulu.transfer_engine.transports.ucx.transport import UcxMovers
 from tanghulu.types import Address
@@ -288,7 +288,7 @@ class RdmaMovers:
 def test_connecting_says_which_versions_meet(
     transport: str, movers: Callable[[], Movers], kind: int, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ucx_mover, "Agent", lambda name, serves: StillAgent())
+    monkeypatch.setattr(ucx_transport, "Agent", lambda name, serves: StillAgent())
     with foreign_owner(transport, tmp_path, foreign_answers(transport)[kind]) as descriptor:
         link = OneSidedLink(ConnectContext(descriptor, NO_SESSION, EngineConfig()), movers())
         with pytest.raises(VersionMismatch) as caught:

@@ -15,9 +15,8 @@ from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
-from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair
+from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair, WorkCompletion, WorkRequest
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
-from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest
 
 INFO = DeviceInfo("fake0", "::ffff:10.0.0.1", 1, 0, 5)
 PEER = QueuePairAddress("::ffff:10.0.0.2", 3, 77, 88, 4)

@@ -10,7 +10,7 @@ import pytest
 
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
-from tanghulu.transfer_engine.transports.rdma.works import (
+from tanghulu.transfer_engine.transports.rdma.verbs import (
     CompletionRing,
     PostRing,
     WorkCompletion,

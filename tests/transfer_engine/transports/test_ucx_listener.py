@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import LeaseExpired, NodeUnavailable, Overloaded, TransferFailed, Unauthorized
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.config import ListenOptions
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.wire import (
     MAX_ASKED_BYTES,
     REQUEST_BYTES,

@@ -13,9 +13,8 @@ from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.transport import Completion, Refused
 from tanghulu.transfer_engine.transports.onesided.connection import Mover, Posted
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
-from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair
+from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair, WorkCompletion, WorkRequest, which_tell
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
-from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest, which_tell
 
 #: Capacity of a queue pair, in works; the engine's windows are smaller.
 MAX_WORKS = 256

@@ -20,7 +20,7 @@ import weakref
 import numpy as np
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable
-from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
+from tanghulu.transfer_engine.core.buffers import Bytes, Memory, copy
 from tanghulu.transfer_engine.core.page_touch import PageToucher
 from tanghulu.transfer_engine.core.segment import map_shared
 from tanghulu.transfer_engine.core.slices import Opcode

@@ -23,8 +23,8 @@ from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, T
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.runtime.undo import undo_on_error
+from tanghulu.transfer_engine.core.buffers import Memory
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
-from tanghulu.transfer_engine.core.copying import Memory
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, SessionKey, map_shared
 from tanghulu.transfer_engine.core.slices import Opcode, Slice

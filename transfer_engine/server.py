@@ -7,16 +7,15 @@ peers, ``core.access`` what they may touch; the transports' listeners and the pe
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 
 from tanghulu.runtime.least_rate import LEAST_BYTES_S
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.admission import OnNotice, PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import Listener, ServeContext
-from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
 
@@ -177,3 +176,40 @@ class SegmentServer:
         """Cut connections that have sent no HELLO since the last look: at most ``hello_s`` after they connected."""
         self.admission.cut_unknown()
         self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)
+
+
+class ProcessWatch:
+    """Reports, once per session, that a peer's process has exited."""
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
+        self._pidfds: dict[int, int] = {}
+
+    def add(self, session_id: int, pidfd: int) -> None:
+        """Watch ``pidfd`` for the session and own it; a second one for the same session is closed."""
+        if session_id in self._pidfds:
+            os.close(pidfd)
+            return
+        self._pidfds[session_id] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, session_id)
+
+    def forget(self, session_id: int) -> None:
+        """Stop watching; unknown sessions are fine."""
+        pidfd = self._pidfds.pop(session_id, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    @property
+    def session_ids(self) -> list[int]:
+        """The watched sessions."""
+        return list(self._pidfds)
+
+    def close(self) -> None:
+        """Stop watching everything."""
+        for session_id in self.session_ids:
+            self.forget(session_id)
+
+    def _exited(self, session_id: int) -> None:
+        self.forget(session_id)
+        self._on_exit(session_id)

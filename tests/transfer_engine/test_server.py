@@ -23,7 +23,7 @@ from tanghulu.transfer_engine.core.paths import Path as TransferPath
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.transports.tcp.sockets import KernelNetwork
 from tanghulu.types import Address
 from tests.transfer_engine.segment_process import HOST_ID, SegmentProcess, random_bytes
