@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from tanghulu.runtime.least_rate import LEAST_BYTES_S
+from tanghulu.runtime.clock import LEAST_BYTES_S
 from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.admission import OnNotice, PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits

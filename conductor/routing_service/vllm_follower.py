@@ -14,7 +14,7 @@ import structlog
 
 from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, Numbers
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.runtime.extras import install_command
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.session.outputs import KvChange

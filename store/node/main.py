@@ -29,8 +29,7 @@ from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
-from tanghulu.runtime.descriptors import allow_descriptors
-from tanghulu.runtime.machine_memory import refuse_too_much
+from tanghulu.runtime.limits import allow_descriptors, refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled

@@ -23,8 +23,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.greeting import welcome
-from tanghulu.rpc.methods import HELLO, HelloRequest
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO, PROTOCOL_VERSION, HelloRequest
 from tanghulu.rpc.wire import encode, parser_of
 from tests.rpc.service import ECHO, Answer, Ask, Served, head_of, serving, until
 from tests.tls_files import Authority

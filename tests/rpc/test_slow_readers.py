@@ -18,7 +18,7 @@ from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.slow_peers import PRESSED_S, SLOW_PEER_S, PendingBytes, SlowPeer
 from tanghulu.rpc.wire import encode
-from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
+from tanghulu.runtime.clock import LEAST_BYTES_S, LeastRate
 from tests.rpc.service import ECHO, LATER, READABLE, SLOW, Answer, Ask, Served, until
 
 ASK, REPLY = Ask(keys=["k"]), Answer

@@ -17,7 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tanghulu.errors import ConfigError, Overloaded
-from tanghulu.runtime import descriptors, process
+from tanghulu.runtime import limits, process
 from tanghulu.runtime.process import ProcessConfig, own_address
 from tanghulu.runtime.tasks import beside
 from tanghulu.runtime.telemetry import RareLog
@@ -139,19 +139,19 @@ def test_with_too_few_descriptors_a_start_is_refused_in_a_sentence(limit: int) -
 
 async def test_the_last_descriptors_refuse_connections_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
-    monkeypatch.setattr(descriptors, "_rare_log", RareLog(descriptors._log))
+    monkeypatch.setattr(limits, "_rare_log", RareLog(limits._log))
     with capture_logs() as logs:
-        descriptors.refuse_last_descriptors(119)
+        limits.refuse_last_descriptors(119)
         for number in (120, 127):
             with pytest.raises(Overloaded, match="has none left for a connection"):
-                descriptors.refuse_last_descriptors(number)
+                limits.refuse_last_descriptors(number)
     assert [line["event"] for line in logs] == ["process.out_of_descriptors"]
 
 
 async def test_a_process_that_can_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_rare_log", RareLog(descriptors._log))
+    monkeypatch.setattr(limits, "_rare_log", RareLog(limits._log))
     with capture_logs() as logs:
-        async with beside(descriptors.watch_descriptors()):
+        async with beside(limits.watch_descriptors()):
             await asyncio.sleep(0)
             assert logs == []
 
@@ -159,7 +159,7 @@ async def test_a_process_that_can_open_nothing_says_so(monkeypatch: pytest.Monke
             raise OSError(24, "Too many open files")
 
         monkeypatch.setattr(os, "open", nothing)
-        async with beside(descriptors.watch_descriptors()):
+        async with beside(limits.watch_descriptors()):
             await asyncio.sleep(0)
     assert [line["event"] for line in logs] == ["process.out_of_descriptors"]
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.sockets import unpace_within_machine
 from tanghulu.rpc.wire import encode, parser_of
 from tanghulu.transfer_engine.core import admission, wire
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
-from tanghulu.runtime.undo import undo_on_error
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT, Path, PathState, PathStats, PathTable, PauseRule
 from tanghulu.transfer_engine.core.transport import ConnectContext, Link, TransportPeer
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS

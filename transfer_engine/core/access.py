@@ -44,8 +44,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, Unauthorized
-from tanghulu.runtime.clock import Clock
-from tanghulu.runtime.least_rate import LEAST_BYTES_S
+from tanghulu.runtime.clock import LEAST_BYTES_S, Clock
 from tanghulu.transfer_engine.core.segment import SECRET_BYTES, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId

@@ -22,7 +22,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.methods import HelloReply, HelloRequest
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.runtime.fork import keep_reserved
-from tanghulu.runtime.undo import undo_on_error
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.page_touch import PageToucher
 
 _log = structlog.get_logger(__name__)

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.rpc.fast_server import FastService, Peer
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.session.outputs import KvSource

@@ -18,9 +18,9 @@ import click
 
 from tanghulu.cli.printing import print_rows
 from tanghulu.errors import TanghuluError
-from tanghulu.rpc.unix_sockets import inode_of_process
+from tanghulu.rpc.sockets import inode_of_process
 from tanghulu.runtime.extras import EXTRAS, PURPOSES, install_command, missing_modules
-from tanghulu.runtime.machine_memory import memory_bounds
+from tanghulu.runtime.limits import memory_bounds
 from tanghulu.transfer_engine.topology.discovery import load
 from tanghulu.transfer_engine.topology_command import abilities
 from tanghulu.types import format_size

@@ -30,7 +30,7 @@ from tanghulu.errors import ConfigError, TanghuluError, error_from_code
 from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
-from tanghulu.runtime.machine_memory import refuse_too_much
+from tanghulu.runtime.limits import refuse_too_much
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import own_address, private_directory, stop_signals
 from tanghulu.runtime.tasks import cancelled

@@ -25,8 +25,7 @@ from tanghulu.errors import (
 from tanghulu.rpc.dialling import is_silence
 from tanghulu.rpc.fast_client import LateReplies, Reply, deliver_late, error_in, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
-from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
-from tanghulu.rpc.unix_sockets import dial_nearby
+from tanghulu.rpc.sockets import SILENT_HOST_S, dial_nearby, notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.wire import Body, encode
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address

@@ -1,7 +1,7 @@
 """The one port of a process, where its fast lane listens: over TCP, with TLS if it has a certificate, and locally.
 
 Local peers use a Unix socket (mode 0600) in the run directory, or, if they have only the port, the one of
-``unix_sockets``. A connection begins with the preamble; one that begins otherwise, or sends nothing, is closed.
+``sockets``. A connection begins with the preamble; one that begins otherwise, or sends nothing, is closed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.rpc.unix_sockets import listen_nearby, peer_pidfd, peer_process, peer_uid, private_files
-from tanghulu.runtime.accepting import accept_no_more
+from tanghulu.rpc.sockets import listen_nearby, peer_pidfd, peer_process, peer_uid, private_files, unpace_within_machine
+from tanghulu.runtime.tasks import accept_no_more
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 

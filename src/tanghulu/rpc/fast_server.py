@@ -29,10 +29,10 @@ from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthori
 from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
-from tanghulu.rpc.pacing import notice_dead_peer
 from tanghulu.rpc.slow_peers import SLOW_PEER_S, Due, PendingBytes, SlowPeerWatch
+from tanghulu.rpc.sockets import notice_dead_peer
 from tanghulu.rpc.wire import Body, Failure, encode, parser_of
-from tanghulu.runtime.descriptors import refuse_last_descriptors
+from tanghulu.runtime.limits import refuse_last_descriptors
 from tanghulu.runtime.telemetry import RareLog
 
 _log = structlog.get_logger(__name__)

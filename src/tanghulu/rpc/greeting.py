@@ -9,9 +9,8 @@ from tanghulu.errors import DeadlineExceeded
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import Peer
-from tanghulu.rpc.methods import HELLO, HelloReply, HelloRequest
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
-from tanghulu.runtime.undo import undo_on_error
+from tanghulu.rpc.methods import HELLO, PROTOCOL_VERSION, HelloReply, HelloRequest, require_version
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.types import Address
 
 

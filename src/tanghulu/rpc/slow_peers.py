@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
-from tanghulu.runtime.least_rate import LeastRate
+from tanghulu.runtime.clock import LeastRate
 
 #: Maximum bytes waiting for all slow peers of a process together.
 MAX_UNSENT_BYTES: Final = 256 << 20

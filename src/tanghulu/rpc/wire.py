@@ -24,7 +24,7 @@ class FastMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     A peer with more fields sends a longer array, and what follows the known fields is ignored; one with fewer sends a
     shorter array, and missing fields have their defaults. So a field is added at the end with a default, and never
     removed or given another meaning; everything else needs a new version of the protocol
-    (see ``versions``). Messages hold no reference cycles (``gc=False``).
+    (see ``methods``). Messages hold no reference cycles (``gc=False``).
     """
 
     def validate(self) -> None:

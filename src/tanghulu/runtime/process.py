@@ -38,7 +38,7 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import garbage
 from tanghulu.runtime.config import MOST_PORT, describe, option
-from tanghulu.runtime.descriptors import watch_descriptors
+from tanghulu.runtime.limits import watch_descriptors
 from tanghulu.runtime.master_options import HttpOptions, MasterOptions, TlsOptions
 from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
 from tanghulu.runtime.stalls import LoopWatch

@@ -18,9 +18,8 @@ import structlog
 from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, PayloadSink, Peer
-from tanghulu.rpc.methods import Method
+from tanghulu.rpc.methods import PROTOCOL_VERSION, Method
 from tanghulu.rpc.slow_peers import PendingBytes
-from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain

@@ -25,7 +25,7 @@ from tanghulu.discovery import membership
 from tanghulu.errors import InvalidRequest, TanghuluError, VersionMismatch
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure, encode, parser_of
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal

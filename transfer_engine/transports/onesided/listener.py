@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import LeaseExpired, Overloaded, TanghuluError
-from tanghulu.runtime.undo import undo_on_error
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, OtherVersion

@@ -17,8 +17,8 @@ import socket
 import structlog
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
-from tanghulu.rpc.unix_sockets import peer_pidfd, peer_process, peer_uid, private_files
-from tanghulu.runtime.undo import undo_on_error
+from tanghulu.rpc.sockets import peer_pidfd, peer_process, peer_uid, private_files
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint, SessionKey
 from tanghulu.transfer_engine.core.transport import ServeContext

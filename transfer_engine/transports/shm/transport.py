@@ -22,7 +22,7 @@ import struct
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import lose_in_children
-from tanghulu.runtime.undo import undo_on_error
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.buffers import Memory
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths

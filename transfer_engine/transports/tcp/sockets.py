@@ -20,7 +20,7 @@ from typing import Any
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable
-from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
+from tanghulu.rpc.sockets import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.network import Poller, StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
