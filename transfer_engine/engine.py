@@ -200,7 +200,7 @@ class TransferEngine:
         if copy_fast(requests, self.config.fast_copy_async_bytes, self._resources, self._helper):
             return
         if self._num_async >= self.config.max_async_batches:
-            raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
+            raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads; try again later")
         self._num_async += 1
         try:
             result = await self._prepare(requests).wait_async(deadline_s)
@@ -261,7 +261,7 @@ class TransferEngine:
         with self._lock:
             if self._closed:
                 remote.close()
-                raise InvalidRequest("the transfer engine was closed meanwhile")
+                raise InvalidRequest("the transfer engine was closed while the segment was being opened")
             for stale in [each for each, other in self._segments.items() if other.stale]:
                 del self._segments[stale]
             self._segments[key] = opening

@@ -184,7 +184,7 @@ async def test_a_hello_is_not_waited_for_for_ever(guarded: Served, monkeypatch: 
     monkeypatch.setattr(fast_server, "HELLO_S", 0.05)
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE)
-    assert b"no HELLO came" in await asyncio.wait_for(reader.read(), 30)
+    assert b"no HELLO was received" in await asyncio.wait_for(reader.read(), 30)
     writer.close()
     assert (await asyncio.to_thread(known.call, ECHO, ASK, REPLY)).message.node_ids == ["k"]
     known.close()

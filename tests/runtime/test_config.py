@@ -73,7 +73,7 @@ def test_debug_sets_the_fields_of_developers(invoke, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--debug", "sead=1"), "--debug sead=1: 'sead' is none of checks, seed"),
+        (("--debug", "sead=1"), "--debug sead=1: 'sead' is not one of checks, seed"),
         (("--debug", "seed"), "--debug seed: '' is not a valid integer."),
         (("--debug", "seed=-1"), "--seed is -1; it cannot be negative"),
     ],
@@ -243,8 +243,8 @@ class Bounded:
         ({"port": -1}, "--port is -1; it cannot be negative"),
         ({"memory": 1 << 51}, f"--memory is {1 << 51}; it must be at most 1024.0 TiB"),
         ({"host": ""}, "--host: the host is empty; use 0.0.0.0 for all addresses of this machine"),
-        ({"host": "a..b"}, "--host: 'a..b' is no host: each part of a name has 1 to 63 characters"),
-        ({"host": "a b"}, "--host: 'a b' is no host: ' ' stands in neither a name nor an address of IPv4"),
+        ({"host": "a..b"}, "--host: 'a..b' is not a host: each part of a name has 1 to 63 characters"),
+        ({"host": "a b"}, "--host: 'a b' is not a host: ' ' is not allowed in a name or an IPv4 address"),
     ],
 )
 def test_a_number_outside_the_bounds_of_its_option_names_its_flag(values, message):

@@ -197,5 +197,5 @@ def _failed(
     if isinstance(ended, Refused):
         raise ended.error
     if clock.now_s() >= until_s:
-        raise DeadlineExceeded("not complete within its deadline; what had arrived is not reported")
+        raise DeadlineExceeded("not complete within its deadline; any part of it may have arrived")
     return False

@@ -210,7 +210,7 @@ class AccessTable:
         session = self._sessions.get(shown.session_id)
         secret = bytes(SECRET_BYTES) if session is None else session.secret
         if not hmac.compare_digest(secret, shown.secret) or session is None or session.closed:
-            raise Unauthorized(f"session {shown.session_id} is not open, or not with this secret; say hello first")
+            raise Unauthorized(f"session {shown.session_id} is not open, or its secret is another; send HELLO first")
 
     def close_session(self, session_id: int) -> list[Freed]:
         """End the leases of a peer whose connection is gone, quarantining those that it maps. Ignores unknown ones."""
@@ -341,7 +341,7 @@ class AccessTable:
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
-            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id}; reserve or pin again")
         if self._sessions[session_id].closed:
             raise LeaseExpired(f"session {session_id} has ended, and its lease {lease_id} with it")
         if not _is_active(lease, self._clock.now_s()):
@@ -423,7 +423,7 @@ class AccessTable:
     def _open_session(self, session_id: int) -> _Session:
         session = self._sessions.get(session_id)
         if session is None or session.closed:
-            raise InvalidRequest(f"session {session_id} is not open; say hello first")
+            raise InvalidRequest(f"session {session_id} is not open; send HELLO first")
         return session
 
     def _admit_mapped(self, session: _Session, length: int) -> None:

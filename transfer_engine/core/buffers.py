@@ -73,9 +73,9 @@ def bytes_of(source: Any) -> Bytes:
         else:
             array = _of_buffer(source)
     except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
-        raise InvalidRequest(f"{type(source).__name__} is no C-contiguous buffer of bytes: {error}") from None
+        raise InvalidRequest(f"{type(source).__name__} is not a C-contiguous buffer of bytes: {error}") from None
     if not array.size:
-        raise InvalidRequest(f"{type(source).__name__} is empty; at least one byte is wanted")
+        raise InvalidRequest(f"{type(source).__name__} is empty; a buffer has at least one byte")
     return array
 
 

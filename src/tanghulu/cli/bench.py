@@ -223,7 +223,7 @@ def _num_kept(client: Client, num_bytes: int) -> int:
     """Return the number of chunks to keep; raises StoreFull if no node can hold one."""
     capacities = [node.capacity_bytes for node in client.nodes()]
     if num_bytes > max(capacities, default=num_bytes):
-        raise StoreFull(f"--size {format_size(num_bytes)}: the largest node has {format_size(max(capacities))}")
+        raise StoreFull(f"--size {format_size(num_bytes)} exceeds the largest node, {format_size(max(capacities))}")
     return max(1, min(_KEPT, min(capacities, default=0) // 2 // max(1, num_bytes)))
 
 

@@ -67,11 +67,16 @@ def _authority(folder: Path, made: list[Path]) -> Signer:
 
     certificate, key_file = folder / f"{_AUTHORITY}.pem", folder / f"{_AUTHORITY}.key"
     if certificate.exists() != key_file.exists():
-        raise ConfigError(f"{folder} has one of {_AUTHORITY}.pem and {_AUTHORITY}.key without the other")
+        raise ConfigError(
+            f"{folder} has only one of {_AUTHORITY}.pem and {_AUTHORITY}.key; restore the other "
+            "one, or choose another folder"
+        )
     if certificate.exists():
         loaded = load_pem_private_key(key_file.read_bytes(), None)
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ConfigError(f"{key_file} is no key of an elliptic curve: it was not made here")
+            raise ConfigError(
+                f"{key_file} is not an elliptic-curve key, so it was not made here; choose another folder"
+            )
         return Signer(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _begun("tanghulu authority", key, _AUTHORITY_DAYS).issuer_name(_name("tanghulu authority"))

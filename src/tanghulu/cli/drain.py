@@ -57,7 +57,7 @@ async def _find(wanted: str, discovery: str, namespace: str, master: Masters) ->
     for instance in there:
         if wanted in (instance.id, str(instance.address)):
             return instance
-    raise InvalidRequest(f"there is no {wanted!r}; there is {', '.join(i.id for i in there) or 'nobody'}")
+    raise InvalidRequest(f"no instance {wanted!r} is registered; there are: {', '.join(i.id for i in there) or 'none'}")
 
 
 async def _end(instance: Instance, master: Masters) -> EndReply:

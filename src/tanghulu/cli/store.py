@@ -215,11 +215,11 @@ def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Maste
 
 def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
     if pattern is None:
-        raise click.UsageError("--dry-run goes with --matching")
+        raise click.UsageError("--dry-run requires --matching")
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+        raise InvalidRequest(f"{pattern!r} is not a regular expression: {error}") from None
     with connect(master) as store:
         found = [info.key for info in store.list_keys() if wanted.search(info.key)]
     if as_json:

@@ -252,7 +252,7 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
         validate_tenant(tenant)
         for right, why in OF_OPERATORS.items():
             if right.value in rights:
-                raise click.UsageError(f"{right.value} is a right of operators, because {why}: leave --tenant out")
+                raise click.UsageError(f"{right.value} is a right of operators, because {why}; omit --tenant")
     chosen = rights or ((Right.READ.value, Right.WRITE.value) if tenant else (Right.ADMIN.value,))
     made = new_token()
     if as_json:
@@ -310,7 +310,7 @@ def _complain(left: Counter[Kind]) -> None:
     if left[Kind.CORRUPT]:
         raise ChecksumMismatch(f"{counted(left[Kind.CORRUPT], 'corrupt chunk')}; see --repair")
     if left[Kind.SILENT]:
-        raise NodeUnavailable(f"{counted(left[Kind.SILENT], 'node')} did not answer; the others were looked at")
+        raise NodeUnavailable(f"{counted(left[Kind.SILENT], 'node')} did not answer; the others were checked")
     if left:
         raise Disagreement(f"the directory and the nodes differ in {counted(left.total(), 'chunk')}; see --repair")
 

@@ -258,7 +258,7 @@ class AsyncFastConnection(asyncio.Protocol):
         head = encode_head(method, call_id, len(body), 0)
         unsent_bytes = transport.get_write_buffer_size()
         if unsent_bytes + len(body) > most_unsent_bytes:
-            raise Overloaded(f"{self.peer} takes no messages: {unsent_bytes} bytes are unsent")
+            raise Overloaded(f"{self.peer} reads too slowly: {unsent_bytes} bytes are unsent; try again later")
         transport.write(head + body)
 
     def pause_reading(self) -> None:

@@ -222,7 +222,9 @@ class FastConnection:
     def _alone(self, exchange: Callable[[Q, float], A], wanted: Q, deadline_s: float) -> A:
         until = time.monotonic() + deadline_s
         if not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=max(deadline_s, 0.0))):
-            raise DeadlineExceeded(f"other calls to {self.peer} took more than {deadline_s:g} s")
+            raise DeadlineExceeded(
+                f"other calls kept the connection to {self.peer} busy for more than {deadline_s:g} s"
+            )
         try:
             if self._closed:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
@@ -434,7 +436,7 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
     """Return the error in a reply to no call: with id 0 the peer states why it ends the connection."""
     if frame.call_id == 0 and frame.method == ERROR:
         return error_in(frame)
-    return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
+    return InvalidRequest(f"{peer} answered call {frame.call_id}, which was never made")
 
 
 def error_in(frame: Frame) -> TanghuluError:

@@ -261,7 +261,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._transport.abort()
 
     def _hello_missed(self) -> None:
-        self._end(Unauthorized(f"no HELLO came within {HELLO_S:g} s"))
+        self._end(Unauthorized(f"no HELLO was received within {HELLO_S:g} s"))
 
     def _known(self) -> None:
         self._service.unknown.leave(self)
@@ -313,7 +313,11 @@ class FastServerProtocol(asyncio.Protocol):
         if self._service.guarded and self._peer.identity is None:
             self._unknown_bytes += len(data)
             if self._unknown_bytes > MAX_UNKNOWN_BYTES:
-                self._end(Unauthorized("a HELLO with a token comes first, and is not that long"))
+                self._end(
+                    Unauthorized(
+                        f"more than {MAX_UNKNOWN_BYTES} bytes came before a HELLO with a token; send HELLO first"
+                    )
+                )
                 return
         try:
             if self._frames is None and not self._held_up:

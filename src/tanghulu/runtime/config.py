@@ -196,7 +196,7 @@ def _debug_values(config_class: type[Any], given: Iterable[str]) -> dict[str, An
     for text in given:
         key, _, value = text.partition("=")
         if key not in switches:
-            raise ConfigError(f"--debug {text}: {key!r} is none of {', '.join(sorted(switches))}")
+            raise ConfigError(f"--debug {text}: {key!r} is not one of {', '.join(sorted(switches))}")
         try:
             values[key] = switches[key].type.convert(value, None, None)
         except click.BadParameter as error:

@@ -44,7 +44,7 @@ def require_descriptors() -> None:
     unlimited = (resource.RLIM_INFINITY, -1)
     if soft not in unlimited and soft < LEAST:
         if hard not in unlimited and hard < LEAST:
-            raise ConfigError(f"only {hard} files may be open, and {LEAST} are needed at least: {_HINT}")
+            raise ConfigError(f"this process may open {hard} files and needs at least {LEAST}: {_HINT}")
         resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST, hard))
 
 
@@ -111,8 +111,8 @@ def refuse_too_much(wanted_bytes: int, flag: str, root: Path = Path("/")) -> Non
         if wanted_bytes > free_bytes:
             has, left = format_size(total_bytes), format_size(free_bytes)
             raise Overloaded(
-                f"{flag} {format_size(wanted_bytes)}: of the {has} that {where} has, {left} are free; request less, or "
-                "end what uses the rest (clients of a node that ended hold its memory until they notice)"
+                f"{flag} {format_size(wanted_bytes)}: {where} has {left} free of {has}; request less, or "
+                "stop what uses the rest (clients of an ended node hold its memory until they notice)"
             )
 
 

@@ -188,7 +188,7 @@ class Control:
 
     def _answered(self, answer: ControlAnswer) -> None:
         if not self._expected or self._expected[0].request.op is not answer.op:
-            raise MalformedMessage(f"an answer to {answer.op.name} that nobody asked")
+            raise MalformedMessage(f"an answer to {answer.op.name}, which was not requested")
         request, piece = self._expected.popleft()
         if piece is not None:
             self._digested.append(Digested(piece, answer.digest, answer.refusal))

@@ -166,7 +166,7 @@ class OneSidedListener:
             return
         lease = self._access.lease(LeaseId(lease_id))
         if lease is None or lease.session_id != session_id or not self._access.is_active(lease.lease_id):
-            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id}; reserve or pin again")
 
     def digest(self, connected: ControlRequest, request: ControlRequest) -> int:
         """Return the checksum of a range that ``connected``'s client may read or has written; raises the refusal."""

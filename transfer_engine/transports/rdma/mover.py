@@ -171,6 +171,6 @@ class RdmaMover(Mover):
             self._posted.remove(guilty)
             if guilty.slot is not None:
                 self._slots.put(guilty.slot)
-            error = InvalidRequest(f"{completed.fault}: the range is not the segment's")
+            error = InvalidRequest(f"{completed.fault}: the range is outside the segment")
             ended.append(Refused(guilty.piece.slice_id, error))
         raise NodeUnavailable(completed.fault) if "RETRY" in completed.fault else TransferFailed(completed.fault)

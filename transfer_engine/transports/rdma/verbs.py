@@ -91,7 +91,7 @@ class Device:
         if not self._domain:
             error = _last_error()
             self._verbs.ibv_close_device(self._context)
-            raise NodeUnavailable(f"RDMA device {info.name} gives no protection domain: {error}")
+            raise NodeUnavailable(f"RDMA device {info.name} cannot make a protection domain: {error}")
 
     def register(self, address: int, size_bytes: int, *, remote: bool, writable: bool = True) -> MemoryRegion:
         """Pin memory for the device; ``remote`` lets peers with the key read and write it. Slow: once per arena.
@@ -118,9 +118,9 @@ class Device:
         try:
             region = abi.register_dmabuf(self._verbs)(self._domain, 0, size_bytes, address, fd, access)
         except AttributeError:
-            raise TransferFailed("this libibverbs knows no dmabufs; it needs rdma-core 34") from None
+            raise TransferFailed("this libibverbs does not support dmabufs; install rdma-core 34 or newer") from None
         if not region:
-            raise TransferFailed(f"{self.info.name} takes no dmabuf: {_last_error()}")
+            raise TransferFailed(f"{self.info.name} cannot register a dmabuf: {_last_error()}")
         self._verbs.ibv_dereg_mr(region)
 
     def queue_pair(self, max_works: int) -> QueuePair:
@@ -197,7 +197,7 @@ class QueuePair:
 
     def _made(self, thing: Any, name: str) -> Any:
         if not thing:
-            raise TransferFailed(f"{self._info.name} gives no {name}: {_last_error()}")
+            raise TransferFailed(f"{self._info.name} cannot make a {name}: {_last_error()}")
         return thing
 
     @property
@@ -236,7 +236,7 @@ class QueuePair:
         self._ring.fill(works, tell)
         fault = self._call_post(self._pair_address, self._ring.address, ctypes.byref(self._rejected))
         if fault:
-            raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
+            raise TransferFailed(f"{self._info.name} rejects work requests: {os.strerror(abs(fault))}")
 
     def poll(self) -> list[WorkCompletion]:
         """Return operations ended since the last call, in order; never waits. Of unsignalled ones only failures.
@@ -336,7 +336,7 @@ def _open(name: str) -> Any:
     finally:
         if devices:
             verbs.ibv_free_device_list(devices)
-    raise NodeUnavailable(f"there is no RDMA device {name} any more")
+    raise NodeUnavailable(f"RDMA device {name} is gone")
 
 
 def _describe(name: str) -> DeviceInfo:

@@ -158,8 +158,8 @@ class ShmListener:
             raise Unauthorized(f"uid {uid} may not map the memory of uid {os.getuid()}; use tcp")
         if name != self._segment.name or generation != self._generation:
             raise NodeUnavailable(
-                f"segment {name!r} of generation {generation} is gone; "
-                f"{self._segment.name!r} of generation {self._generation} is here: ask for its descriptor again"
+                f"segment {name!r} of generation {generation} has ended; "
+                f"{self._segment.name!r} of generation {self._generation} is served now; fetch its descriptor again"
             )
         if len(self._peers) > self._max_connections:
             raise Overloaded(f"{self._max_connections} peers map this segment; use tcp")
@@ -192,7 +192,7 @@ async def _receive(peer: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         piece = await asyncio.get_running_loop().sock_recv(peer, num_bytes - len(data))
         if not piece:
-            raise MalformedMessage("the peer hung up inside its hello")
+            raise MalformedMessage("the peer closed the connection inside its hello")
         data += piece
     return data
 

@@ -71,7 +71,7 @@ def connect(context: ConnectContext) -> ShmPeer:
     """Return another process's segment on this host, mapped. Raises as ``ShmPeer.open``; NodeUnavailable elsewhere."""
     descriptor = context.descriptor
     if descriptor.host_id != context.host_id:
-        raise NodeUnavailable(f"it is on host {descriptor.host_id!r}, we are on {context.host_id!r}")
+        raise NodeUnavailable(f"the segment is on host {descriptor.host_id!r}, this process on {context.host_id!r}")
     failure: TanghuluError | None = None
     for endpoint in context.endpoints(NAME):
         try:
@@ -202,7 +202,7 @@ class ShmPeer:
 
     def gone(self) -> NodeUnavailable:
         """Return the error to report when the owner is not ``alive``."""
-        return NodeUnavailable(f"shm socket {self._endpoint.address}: the owner of the segment hung up")
+        return NodeUnavailable(f"shm socket {self._endpoint.address}: the segment's owner closed the connection")
 
     def connect(self) -> ShmLink:
         """Return a link; all share the mapping."""
@@ -333,6 +333,6 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         piece = sock.recv(num_bytes - len(data))
         if not piece:
-            raise ConnectionResetError("the peer hung up inside its answer")
+            raise ConnectionResetError("the owner closed the connection inside its answer")
         data += piece
     return data

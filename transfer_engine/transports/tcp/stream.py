@@ -340,7 +340,7 @@ class TcpStream:
     def _on_reply(self, ended: list[Completion]) -> None:
         refused, slice_id, num_bytes, self._digest = parse_reply(self._head)
         if not self._expected:
-            raise MalformedMessage(f"a reply to slice {slice_id} that nobody asked for")
+            raise MalformedMessage(f"a reply to slice {slice_id}, which was not requested")
         first = self._expected[0]
         if slice_id != (first.slice_id if isinstance(first, Slice) else _HELLO_ID):
             raise MalformedMessage(f"a reply to slice {slice_id} out of order")
