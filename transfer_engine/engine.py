@@ -16,7 +16,7 @@ from typing import Any
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, VersionMismatch
 from tanghulu.runtime.clock import Clock, SystemClock
-from tanghulu.runtime.fork import keep_for_ever, refuse_inherited, tell_in_children
+from tanghulu.runtime.fork import keep_for_ever, notify_in_children, refuse_inherited
 from tanghulu.transfer_engine.client.batch_state import BatchLimits, BatchState
 from tanghulu.transfer_engine.client.fast_path import copy_fast, send_fast
 from tanghulu.transfer_engine.client.handle import EngineResources, TransferHandle
@@ -104,7 +104,7 @@ class TransferEngine:
         self._num_async = 0
         self._closed = False
         self._pid = os.getpid()
-        tell_in_children(self)
+        notify_in_children(self)
         self._resources = EngineResources(self._clock, threading.Lock(), self._executor)
         self._helper = CopyHelper(wanted=self.config.copy_helper)
         limits = {name: self.config.limits.get(name, each.LIMITS) for name, each in TRANSPORTS.items()}

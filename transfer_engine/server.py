@@ -62,7 +62,7 @@ class SegmentServer:
             generation=generation,
             max_connections=limits.max_connections,
             soon=_soon,
-            on_freed=self._tell,
+            on_freed=self._report_freed,
             on_emptied=self._emptied.set,
             on_notice=on_notice,
         )
@@ -73,7 +73,7 @@ class SegmentServer:
             admission=self.admission,
             listen=listen,
             limits=limits,
-            on_freed=self._tell,
+            on_freed=self._report_freed,
             watch_process=self._watch.add,
             on_hang_up=self._process_exited if listen.shm_hang_up_frees else lambda _: None,
         )
@@ -155,14 +155,14 @@ class SegmentServer:
 
     # --- inside
 
-    def _tell(self, freed: Sequence[Freed]) -> None:
+    def _report_freed(self, freed: Sequence[Freed]) -> None:
         if freed and self._on_freed is not None:
             self._on_freed(freed)
 
     def _process_exited(self, session_id: int) -> None:
         self._watch.forget(session_id)
         if self._access is not None:
-            self._tell(self._access.session_exited(session_id))
+            self._report_freed(self._access.session_exited(session_id))
 
     def _sweep(self) -> None:
         """Cut connections that stall inside a slice; forget ended sessions."""

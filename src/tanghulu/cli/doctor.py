@@ -156,7 +156,7 @@ def clock(root: Path) -> Iterator[Finding]:
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(512))  # modes 0: read only
     if state < 0:
-        yield Finding("clock", Level.NOTE, "cannot be asked here")
+        yield Finding("clock", Level.NOTE, "its state cannot be read here")
         return
     fine = state != _TIME_ERROR
     remedy = "" if fine else "run an NTP client, so that the logs of several hosts can be compared"

@@ -223,13 +223,13 @@ def tenants(master: Masters, as_json: bool) -> None:
 
 
 def _quota(tenant: TenantView) -> str:
-    said = []
+    limits = []
     if tenant.quota_bytes:
-        said.append(f"{format_size(tenant.quota_bytes)} a node")
+        limits.append(f"{format_size(tenant.quota_bytes)} a node")
     if tenant.cluster_quota_bytes:
         filled = tenant.used_bytes / tenant.cluster_quota_bytes
-        said.append(f"{format_size(tenant.cluster_quota_bytes)} in all ({filled:.0%} used)")
-    return ", ".join(said) or "-"
+        limits.append(f"{format_size(tenant.cluster_quota_bytes)} in all ({filled:.0%} used)")
+    return ", ".join(limits) or "-"
 
 
 @click.command(short_help="Make a token for the tokens file.")

@@ -310,8 +310,8 @@ class Cluster:
                 return
         self._board.show(name, message)
         for end in outcome:
-            said = f'; its last line was: "{last_words}"' if last_words and last_words not in end.because else ""
-            self._failure = f"{end.because}{said}; see {self._children[name].log_path}"
+            last = f'; its last line was: "{last_words}"' if last_words and last_words not in end.because else ""
+            self._failure = f"{end.because}{last}; see {self._children[name].log_path}"
             self._end()
         self._wake.set()
 

@@ -422,9 +422,9 @@ class SentCall(Generic[R]):
 
 def deliver_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
     """Deliver a reply that nobody waits for any more."""
-    tell = on_late.get(reply_type)
-    if tell is not None and isinstance(outcome, Reply):
-        tell(outcome.message)
+    deliver = on_late.get(reply_type)
+    if deliver is not None and isinstance(outcome, Reply):
+        deliver(outcome.message)
 
 
 def _failed(peer: str, error: OSError) -> NodeUnavailable:

@@ -31,7 +31,7 @@ from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListen
 from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, ControlAnswer, ControlOp, ControlRequest
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
 from tanghulu.transfer_engine.transports.rdma.transport import RdmaEnds
-from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_asked
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_connect
 from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 from tanghulu.transfer_engine.transports.ucx import transport as ucx_transport
 from tanghulu.transfer_engine.transports.ucx.agent import UCX
@@ -45,7 +45,7 @@ CONNECT = ControlRequest(ControlOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
 HELLOS = {
     "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
     "shm": ShmHello(SEGMENT, 3, NO_SESSION).pack(),
-    "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_asked("mlx5_0", NO_ADDRESS))),
+    "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_connect("mlx5_0", NO_ADDRESS))),
     "ucx": UCX.pack_request(CONNECT),
 }
 ANSWERS = {

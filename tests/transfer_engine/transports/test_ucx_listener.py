@@ -21,7 +21,7 @@ from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secr
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.wire import (
-    MAX_ASKED_BYTES,
+    MAX_CONNECT_BYTES,
     REQUEST_BYTES,
     ControlAnswer,
     ControlOp,
@@ -244,7 +244,7 @@ async def test_without_nixl(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(op=st.sampled_from(list(ControlOp)), numbers=st.lists(U64, min_size=6, max_size=6),
-       payload=st.binary(max_size=MAX_ASKED_BYTES), cut=st.integers(1, 20))  # fmt: skip
+       payload=st.binary(max_size=MAX_CONNECT_BYTES), cut=st.integers(1, 20))  # fmt: skip
 def test_requests_survive_the_wire(op: ControlOp, numbers: list[int], payload: bytes, cut: int):
     request = ControlRequest(op, *numbers, payload=payload)  # type: ignore[misc]
     data = bytearray(UCX.pack_request(request))

@@ -83,9 +83,9 @@ class Mover(ABC):
     Small slices go through ``slots``. Raises NodeUnavailable or TransferFailed when it cannot be used any more.
     """
 
-    def __init__(self, slots: StagedSlots, asked: bytes = b"") -> None:
+    def __init__(self, slots: StagedSlots, connect_payload: bytes = b"") -> None:
         #: What the owner needs to make its end.
-        self.asked = asked
+        self.connect_payload = connect_payload
         #: Whether slices may be posted.
         self.ready = False
         self._slots = slots
@@ -150,7 +150,7 @@ class OneSidedConnection:
         self._pending: deque[Slice] = deque()
         self._to_compare: deque[Slice] = deque()  # already landed
         self._connecting = False
-        control.connect(mover.asked)
+        control.connect(mover.connect_payload)
 
     # --- for the link
 
@@ -170,7 +170,7 @@ class OneSidedConnection:
         return bool(self._pending or self.mover.num_posted or self._to_compare or self.control.num_comparing)
 
     @property
-    def must_be_asked(self) -> bool:
+    def needs_polling(self) -> bool:
         """Whether something is moving whose end no descriptor signals."""
         return self.mover.num_posted > 0 and self.mover.fileno() < 0
 
@@ -248,16 +248,16 @@ class OneSidedConnection:
             ended += [Arrived(piece.slice_id) for piece in landed if not piece.verified]
             self._to_compare += [piece for piece in landed if piece.verified]
         while self._to_compare:
-            self.control.ask_digest(self._to_compare[0])
+            self.control.request_digest(self._to_compare[0])
             self._to_compare.popleft()
 
-    def _compared(self, said: Digested) -> Completion:
+    def _compared(self, found: Digested) -> Completion:
         """Return whether both sides hold the same bytes for a landed verified slice."""
-        piece = said.piece
-        if said.refusal is not None:
-            return Refused(piece.slice_id, said.refusal)
+        piece = found.piece
+        if found.refusal is not None:
+            return Refused(piece.slice_id, found.refusal)
         here = digest_of(piece.memory())
-        if here == said.digest:
+        if here == found.digest:
             return Arrived(piece.slice_id)
-        text = f"{piece.length} bytes have checksum {here:#x} here, {said.digest:#x} at the owner"
+        text = f"{piece.length} bytes have checksum {here:#x} here, {found.digest:#x} at the owner"
         return Corrupt(piece.slice_id, ChecksumMismatch(f"{self.path.label}: {text}"))

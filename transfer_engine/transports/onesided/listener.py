@@ -57,10 +57,10 @@ class FarEnds(Protocol):
     async def start(self) -> None:
         """Acquire the devices and the segment. Raises NodeUnavailable, TransferFailed."""
 
-    def admit(self, asked: bytes) -> None:
+    def admit(self, connect_payload: bytes) -> None:
         """Raise the typed refusal if no end can be made for such a CONNECT; MalformedMessage."""
 
-    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+    async def make(self, token: int, connect_payload: bytes, take: Callable[[Grant], None]) -> None:
         """Hand ``take`` an end, made in a thread; its resources stay open until ``take`` has returned.
 
         Raises NodeUnavailable, TransferFailed, and what ``take`` raises.
@@ -292,7 +292,7 @@ class OneSidedServerConnection(asyncio.Protocol):
             self._write(ControlAnswer(request.op, error))
 
     def _do(self, request: ControlRequest) -> int:
-        """Perform the request of an admitted connection; return the checksum, if it asked for that."""
+        """Perform the request of an admitted connection; return the checksum, if it connect_payload for that."""
         connected = self._connected
         assert connected is not None, "it has a token"
         if request.op in (ControlOp.READ, ControlOp.WRITTEN):

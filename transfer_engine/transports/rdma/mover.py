@@ -13,8 +13,8 @@ from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.transport import Completion, Refused
 from tanghulu.transfer_engine.transports.onesided.connection import Mover, Posted
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
-from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair, WorkCompletion, WorkRequest, which_tell
-from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
+from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair, WorkCompletion, WorkRequest, choose_signalled
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_connect, parse_granted
 
 #: Capacity of a queue pair, in works; the engine's windows are smaller.
 MAX_WORKS = 256
@@ -78,7 +78,7 @@ class RdmaMover(Mover):
         Raises NodeUnavailable or TransferFailed if there is no queue pair.
         """
         self._pair = devices.device(local_device).queue_pair(MAX_WORKS)
-        super().__init__(staging.slots, pack_asked(far_device, self._pair.address))
+        super().__init__(staging.slots, pack_connect(far_device, self._pair.address))
         self._devices, self._local_device, self._staging, self._wake = devices, local_device, staging, wake
         self._set_up: SetUp | None = None
         self._segment = SegmentKey(0, 0)
@@ -122,7 +122,7 @@ class RdmaMover(Mover):
         """Hand the chain to the device."""
         works, self._chain = self._chain, []
         if works:
-            self._pair.post(works, which_tell([work.length for work in works]))
+            self._pair.post(works, choose_signalled([work.length for work in works]))
 
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
         """Take completions: one also signals the end of all posted before it."""

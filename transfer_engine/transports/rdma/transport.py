@@ -35,7 +35,13 @@ from tanghulu.transfer_engine.transports.rdma import verbs
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, MemoryRegion, QueuePair
-from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted, parse_asked
+from tanghulu.transfer_engine.transports.rdma.wire import (
+    RDMA,
+    QueuePairAddress,
+    SegmentKey,
+    pack_granted,
+    parse_connect,
+)
 
 NAME = RDMA.protocol
 LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slices=64)
@@ -130,18 +136,18 @@ class RdmaEnds:
         """Register the segment. Raises NodeUnavailable without a usable device, TransferFailed."""
         await asyncio.to_thread(self._register)
 
-    def admit(self, asked: bytes) -> None:
+    def admit(self, connect_payload: bytes) -> None:
         """Raise NodeUnavailable if there is no such device, MalformedMessage."""
-        device, _ = parse_asked(asked)
+        device, _ = parse_connect(connect_payload)
         self._region(device)
 
-    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+    async def make(self, token: int, connect_payload: bytes, take: Callable[[Grant], None]) -> None:
         """Hand ``take`` a queue pair connected to the client's.
 
         In a thread, because the kernel may take a second to resolve the client's address; the devices stay open until
         ``take`` has returned. Raises TransferFailed or NodeUnavailable.
         """
-        name, peer = parse_asked(asked)
+        name, peer = parse_connect(connect_payload)
         devices, memory, (device, region) = self._devices, self._memory, self._region(name)
         assert devices is not None, "there are regions"
         assert memory is not None, "the segment is registered"

@@ -228,12 +228,12 @@ class QueuePair:
             if fault:
                 raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {os.strerror(fault)}")
 
-    def post(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
-        """Hand a chain to the device; works selected by ``tell``, including the last, signal their end.
+    def post(self, works: Sequence[WorkRequest], signalled: Sequence[bool]) -> None:
+        """Hand a chain to the device; works selected by ``signalled``, including the last, signal their end.
 
         Raises TransferFailed; then none, some or all of them were taken, and the pair must be closed.
         """
-        self._ring.fill(works, tell)
+        self._ring.fill(works, signalled)
         fault = self._call_post(self._pair_address, self._ring.address, ctypes.byref(self._rejected))
         if fault:
             raise TransferFailed(f"{self._info.name} rejects work requests: {os.strerror(abs(fault))}")
@@ -396,7 +396,7 @@ class WorkCompletion(NamedTuple):
     access: bool
 
 
-def which_tell(lengths: Sequence[int]) -> list[bool]:
+def choose_signalled(lengths: Sequence[int]) -> list[bool]:
     """Choose works of one chain that signal their end. Example of 1 MiB each: all; 64 KiB: every 8th and the last."""
     signalled: list[bool] = []
     num_works = num_bytes = 0
@@ -423,14 +423,14 @@ class PostRing:
         self._places = [(n * size_bytes, self.address + n * size_bytes) for n in range(max_works)]
         self._size_bytes = size_bytes
 
-    def fill(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
-        """Lay out the chain; works whose ``tell`` is true will signal their end."""
+    def fill(self, works: Sequence[WorkRequest], signalled: Sequence[bool]) -> None:
+        """Lay out the chain; works whose ``signalled`` is true will signal their end."""
         pack, memory, size_bytes, last = abi.SEND_REQUEST.pack_into, self._memory, self._size_bytes, len(works) - 1
         read, write = abi.WR_RDMA_READ, abi.WR_RDMA_WRITE
-        for number, (work, signalled, (offset, address)) in enumerate(zip(works, tell, self._places, strict=False)):
+        for number, (work, signals, (offset, address)) in enumerate(zip(works, signalled, self._places, strict=False)):
             pack(
                 memory, offset, work.work_id, 0 if number == last else address + size_bytes, address + abi.SGE_OFFSET,
-                1, read if work.opcode is Opcode.READ else write, abi.SEND_SIGNALED if signalled else 0,
+                1, read if work.opcode is Opcode.READ else write, abi.SEND_SIGNALED if signals else 0,
                 work.remote_address, work.remote_key, work.local_address, work.length, work.local_key,
             )  # fmt: skip
 

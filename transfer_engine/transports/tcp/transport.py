@@ -158,7 +158,7 @@ class TcpLink(WiredLink[TcpStream]):
         try:
             stream.resume(piece, self._ended)
             if stream.blocked:
-                self._tell_poller(stream)
+                self._update_poller(stream)
         except ConnectionBroken as broken:
             self._break(path, broken.error)
 
@@ -182,7 +182,7 @@ class TcpLink(WiredLink[TcpStream]):
             connection.send()
         connection.receive(self._ended)
         if connection.blocked is not connection.watched_blocked:
-            self._tell_poller(connection)
+            self._update_poller(connection)
 
     def _shut(self, connection: TcpStream) -> None:
         if connection.writes_unanswered:
@@ -203,8 +203,8 @@ class TcpLink(WiredLink[TcpStream]):
             self._break(stream.path, broken.error)
             return
         if stream.blocked is not stream.watched_blocked:
-            self._tell_poller(stream)
+            self._update_poller(stream)
 
-    def _tell_poller(self, stream: TcpStream) -> None:
+    def _update_poller(self, stream: TcpStream) -> None:
         self._poller.modify(stream.fileno(), stream.interest)
         stream.watched_blocked = stream.blocked

@@ -163,12 +163,12 @@ class UcxEnds:
             raise NodeUnavailable(reason)
         self._memory = Buffer(self._segment.view)
 
-    def admit(self, asked: bytes) -> None:
+    def admit(self, connect_payload: bytes) -> None:
         """Admit everybody; raises MalformedMessage."""
-        if asked:
-            raise MalformedMessage(f"a ucx CONNECT with {len(asked)} bytes")
+        if connect_payload:
+            raise MalformedMessage(f"a ucx CONNECT with {len(connect_payload)} bytes")
 
-    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+    async def make(self, token: int, connect_payload: bytes, take: Callable[[Grant], None]) -> None:
         """Hand ``take`` an agent. Raises NodeUnavailable, TransferFailed."""
         take(await asyncio.to_thread(self._make, token))
 
