@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 
-from tanghulu.eviction.ordered import Lru
+from tanghulu.eviction.simple import Lru
 from tanghulu.parted_dict import PartedDict
 from tanghulu.types import ChunkKey
 

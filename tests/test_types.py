@@ -48,7 +48,7 @@ def test_bad_addresses(text):
     "text", ["h:70000", "[::1:1", "::1]:1", "a..b:1", "x" * 64 + ":1", "me@h:1", "h/p:1", "h p:1", "h:1;h:2"]
 )
 def test_hosts_and_ports_that_cannot_be(text):
-    with pytest.raises(InvalidRequest, match=r"is no (host|port)"):
+    with pytest.raises(InvalidRequest, match=r"is not a (host|port)"):
         Address.parse(text)
 
 

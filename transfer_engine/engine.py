@@ -16,7 +16,7 @@ from typing import Any
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, VersionMismatch
 from tanghulu.runtime.clock import Clock, SystemClock
-from tanghulu.runtime.fork import keep_for_ever, refuse_inherited, tell_in_children
+from tanghulu.runtime.fork import keep_for_ever, notify_in_children, refuse_inherited
 from tanghulu.transfer_engine.client.batch_state import BatchLimits, BatchState
 from tanghulu.transfer_engine.client.fast_path import copy_fast, send_fast
 from tanghulu.transfer_engine.client.handle import EngineResources, TransferHandle
@@ -104,7 +104,7 @@ class TransferEngine:
         self._num_async = 0
         self._closed = False
         self._pid = os.getpid()
-        tell_in_children(self)
+        notify_in_children(self)
         self._resources = EngineResources(self._clock, threading.Lock(), self._executor)
         self._helper = CopyHelper(wanted=self.config.copy_helper)
         limits = {name: self.config.limits.get(name, each.LIMITS) for name, each in TRANSPORTS.items()}
@@ -200,7 +200,7 @@ class TransferEngine:
         if copy_fast(requests, self.config.fast_copy_async_bytes, self._resources, self._helper):
             return
         if self._num_async >= self.config.max_async_batches:
-            raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
+            raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads; try again later")
         self._num_async += 1
         try:
             result = await self._prepare(requests).wait_async(deadline_s)
@@ -261,7 +261,7 @@ class TransferEngine:
         with self._lock:
             if self._closed:
                 remote.close()
-                raise InvalidRequest("the transfer engine was closed meanwhile")
+                raise InvalidRequest("the transfer engine was closed while the segment was being opened")
             for stale in [each for each, other in self._segments.items() if other.stale]:
                 del self._segments[stale]
             self._segments[key] = opening

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from tanghulu.transfer_engine.core.paths import LATENCY_BOUNDS_S, Path, PathState, PathStats
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 
 #: Label of a path; the figures of its streams are added up.
 _LABELS = ("segment", "transport", "peer", "device")
@@ -74,7 +74,7 @@ class ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics of the segment."""
-        server = self._server
+        server, admission = self._server, self._server.admission
         connections = GaugeMetricFamily("tanghulu_segment_connections", "open connections", labels=["transport"])
         for transport, number in server.num_connections.items():
             connections.add_metric([transport], number)
@@ -88,10 +88,10 @@ class ServerCollector(Collector):
                 family.add_metric([transport], number)
             yield family
         for name, text, number in (
-            ("tanghulu_segment_refused", "connections and slices that were refused", server.num_refused),
-            ("tanghulu_segment_fenced", "connections that their clients gave up", server.num_fenced),
-            ("tanghulu_segment_notices", "notices handed to the owner's program", server.num_notices),
-            ("tanghulu_segment_checksum_mismatches", "verified writes that landed changed", server.num_mismatches),
+            ("tanghulu_segment_refused", "connections and slices that were refused", admission.num_refused),
+            ("tanghulu_segment_fenced", "connections that their clients gave up", admission.num_fenced),
+            ("tanghulu_segment_notices", "notices handed to the owner's program", admission.num_notices),
+            ("tanghulu_segment_checksum_mismatches", "verified writes that landed changed", admission.num_mismatches),
         ):
             yield CounterMetricFamily(name, text, value=number)
 

@@ -61,7 +61,7 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
     if rdma and "rdma" not in transports:
         raise ConfigError(f"--rdma-devices {options.rdma_devices}: rdma is not among --transports {options.transports}")
     if options.max_data_connections < 1:
-        raise ConfigError(f"--max-data-connections {options.max_data_connections} lets nobody in")
+        raise ConfigError(f"--max-data-connections is {options.max_data_connections}; it must be at least 1")
     topology = _topology(options)
     location = _location(options, topology)
     if topology is not None and host not in _WILDCARDS:
@@ -82,9 +82,11 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
 def _location(options: TransferOptions, topology: Topology | None) -> str:
     """Return the location of the process's memory, as named in the matrix; empty if not given."""
     if options.near and topology is None:
-        raise ConfigError(f"--near {options.near} orders the devices of --topology, which is not given")
+        raise ConfigError(f"--near {options.near} requires --topology, whose devices it orders")
     if options.near and topology is not None and options.near not in topology.matrix:
-        raise ConfigError(f"--near {options.near}: the matrix has the rows {', '.join(sorted(topology.matrix))}")
+        raise ConfigError(
+            f"--near {options.near} is not a row of the matrix, which has {', '.join(sorted(topology.matrix))}"
+        )
     return options.near
 
 
@@ -100,11 +102,11 @@ def _topology(options: TransferOptions) -> Topology | None:
     topology = load(None if options.topology in ("", "auto") else options.topology)
     usable = {each.name for each in topology.usable}
     if not usable:
-        raise ConfigError(f"--topology {options.topology}: no device is up and has an address, but for the loopback")
+        raise ConfigError(f"--topology {options.topology}: no device besides the loopback is up and has an address")
     strangers = [name for name in wanted if name not in usable]
     if strangers:
         raise ConfigError(
-            f"--tcp-devices: {', '.join(strangers)} cannot be used; there are {', '.join(sorted(usable))}"
+            f"--tcp-devices: {', '.join(strangers)} cannot be used; usable are {', '.join(sorted(usable))}"
         )
     if not wanted:
         return topology

@@ -35,7 +35,7 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig

@@ -59,7 +59,7 @@ class TanghuluOwner:
 
         from tanghulu.transfer_engine.core.config import ListenOptions
         from tanghulu.transfer_engine.core.segment import MemorySegment
-        from tanghulu.transfer_engine.owner.server import SegmentServer
+        from tanghulu.transfer_engine.server import SegmentServer
 
         self._segment = MemorySegment.create("bench", area_bytes, prefault=True)
         self.view = self._segment.view

@@ -43,15 +43,19 @@ from tanghulu.transfer_engine.engine import (
 from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
-from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
-from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
-from tanghulu.transfer_engine.transports.rdma.works import (
+from tanghulu.transfer_engine.transports.rdma.verbs import (
     CompletionRing,
+    Device,
+    DeviceInfo,
+    MemoryRegion,
     PostRing,
+    QueuePair,
     WorkCompletion,
     WorkRequest,
-    which_tell,
+    choose_signalled,
+    probe,
 )
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
 
 CHAIN = 64
 NUM_DEVICES = 8
@@ -163,7 +167,7 @@ def chain_of(length: int) -> list[WorkRequest]:
 
 def measure_chain(slice_bytes: int) -> float:
     ring, works = PostRing(CHAIN), chain_of(slice_bytes)
-    tell = which_tell([slice_bytes] * CHAIN)
+    tell = choose_signalled([slice_bytes] * CHAIN)
 
     def once() -> int:
         ring.fill(works, tell)
@@ -176,7 +180,7 @@ def measure_pair(slice_bytes: int) -> float:
     pair, works = NullPair(CHAIN), chain_of(slice_bytes)
 
     def once() -> int:
-        pair.post(works, which_tell([slice_bytes] * CHAIN))
+        pair.post(works, choose_signalled([slice_bytes] * CHAIN))
         assert pair.poll()[-1].work_id == CHAIN - 1
         return CHAIN
 
@@ -270,7 +274,7 @@ def device_row(how: str, post_s: float, loop_s: float) -> dict[str, Any]:
 def timed_post(pair: QueuePair, works: list[WorkRequest]) -> float:
     """Seconds of the post alone; what was posted has ended on return."""
     start_s = time.perf_counter()
-    pair.post(works, which_tell([work.length for work in works]))
+    pair.post(works, choose_signalled([work.length for work in works]))
     took_s = time.perf_counter() - start_s
     while not any(each.work_id == works[-1].work_id for each in pair.poll()):
         pass

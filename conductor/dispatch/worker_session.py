@@ -21,8 +21,7 @@ from tanghulu.hashing import Tokens
 from tanghulu.rpc import greeting
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
-from tanghulu.rpc.methods import Method
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION, Method
 from tanghulu.rpc.wire import Body
 from tanghulu.session.messages import (
     DESCRIBE,

@@ -26,7 +26,7 @@ from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.conductor.http.reply import DONE, disconnected, dumps, event
 from tanghulu.errors import NodeUnavailable
-from tanghulu.rpc.pacing import SILENT_HOST_S, dead_peer_options
+from tanghulu.rpc.sockets import SILENT_HOST_S, dead_peer_options
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.web.errors import body_of
 

@@ -33,7 +33,7 @@ from typing import Any
 import structlog
 
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.runtime.extras import install_command
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.session.outputs import KvChange

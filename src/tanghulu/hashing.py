@@ -93,7 +93,7 @@ def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:
         return tokens.astype(np.uint32, copy=False)
     if isinstance(tokens, bytes | bytearray | memoryview):
         if len(tokens) % TOKEN_BYTES:
-            raise InvalidRequest(f"token buffer of {len(tokens)} bytes is no multiple of {TOKEN_BYTES}")
+            raise InvalidRequest(f"token buffer of {len(tokens)} bytes is not a multiple of {TOKEN_BYTES}")
         return np.frombuffer(tokens, dtype="<u4")
     return np.fromiter(tokens, dtype=np.uint32)
 
@@ -245,7 +245,7 @@ def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED, salt: bytes = b"") -> BlockHas
     try:
         return BlockHash(root + cbor((("cache_salt", salt.decode()),)))
     except UnicodeDecodeError:
-        raise InvalidRequest(f"the cache salt {salt!r} is not UTF-8, and vLLM takes text") from None
+        raise InvalidRequest(f"the cache salt {salt!r} is not UTF-8; vLLM requires text") from None
 
 
 def vllm_chain_hashes(

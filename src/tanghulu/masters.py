@@ -40,7 +40,7 @@ class Masters:
         if isinstance(value, Address):
             return cls((value,))
         if not isinstance(value, str):
-            raise InvalidRequest(f"a master is named by 'host:port' or 'etcd://host:port', not by {value!r:.80}")
+            raise InvalidRequest(f"a master is written 'host:port' or 'etcd://host:port', not {value!r:.80}")
         return cls.parse(value)
 
     def showing(self, credentials: Credentials) -> Masters:

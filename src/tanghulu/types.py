@@ -93,7 +93,7 @@ class Address:
         if not separator or not host or not re.fullmatch("[0-9]{1,5}", port):
             raise InvalidRequest(f"address {text[:200]!r} is not of the form host:port")
         if int(port) > 65535:
-            raise InvalidRequest(f"address {text[:200]!r}: {port} is no port; the highest is 65535")
+            raise InvalidRequest(f"address {text[:200]!r}: {port} is not a port; the highest is 65535")
         if host.startswith("[") and host.endswith("]") and ":" in host:
             host = host[1:-1]
         return cls(check_host(host), int(port))
@@ -120,11 +120,11 @@ def check_host(host: str) -> str:
         raise InvalidRequest("the host is empty; use 0.0.0.0 for all addresses of this machine")
     odd = re.search(r"[^\w.-]", host)
     if odd:
-        raise InvalidRequest(f"{host[:200]!r} is no host: {odd[0]!r} stands in neither a name nor an address of IPv4")
+        raise InvalidRequest(f"{host[:200]!r} is not a host: {odd[0]!r} is not allowed in a name or an IPv4 address")
     try:
         host.encode("idna")
     except UnicodeError:
-        raise InvalidRequest(f"{host[:200]!r} is no host: each part of a name has 1 to 63 characters") from None
+        raise InvalidRequest(f"{host[:200]!r} is not a host: each part of a name has 1 to 63 characters") from None
     return host
 
 
@@ -139,11 +139,11 @@ def parse_url(text: str, *, path: bool = False) -> str:
         raise InvalidRequest(f"{shown} must begin with http:// or https://")
     where, _, below = rest.rstrip("/").partition("/")
     if re.search(r"[?#@\s]", rest) or (below and not path):
-        raise InvalidRequest(f"{shown} must name a host and a port alone: no path, no query, no user")
+        raise InvalidRequest(f"{shown} must have only a host and a port: no path, query or user")
     is_bare = where.endswith("]") or ":" not in where
     try:
         if not where:
-            raise InvalidRequest("it names no host")
+            raise InvalidRequest("it has no host")
         address = Address.parse(f"{where}:80" if is_bare else where)
     except InvalidRequest as error:
         raise InvalidRequest(f"{shown}: {error.message}") from None

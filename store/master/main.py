@@ -18,7 +18,7 @@ from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
-from tanghulu.runtime.descriptors import allow_descriptors
+from tanghulu.runtime.limits import allow_descriptors
 from tanghulu.runtime.master_options import PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master

@@ -29,8 +29,7 @@ from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
-from tanghulu.runtime.descriptors import allow_descriptors
-from tanghulu.runtime.machine_memory import refuse_too_much
+from tanghulu.runtime.limits import allow_descriptors, refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled
@@ -61,12 +60,11 @@ from tanghulu.store.protocol.access_rules import refuse_open_carriers
 from tanghulu.store.protocol.announcements import Orders
 from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
-from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)

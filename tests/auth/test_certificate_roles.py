@@ -26,7 +26,7 @@ from tanghulu.rpc.dialling import dial
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.transfer_engine.core.paths import Path as TransferPath
 from tanghulu.transfer_engine.core.segment import Endpoint
-from tanghulu.transfer_engine.transports.tcp.tls import TlsNetwork
+from tanghulu.transfer_engine.transports.tcp.sockets import KernelNetwork
 from tanghulu.types import Address
 from tests.tls_files import Authority
 
@@ -133,7 +133,7 @@ def test_data_connections(folder: Path) -> None:
     with listening(files(folder, WORKER)) as address:
         for role, refused in ((WORKER, False), (NODE, True)):
             path = TransferPath(Endpoint("tcp", str(address)), "", 0, 0)
-            sock = TlsNetwork(files(folder).to(role)).connect(path, address)
+            sock = KernelNetwork(files(folder).to(role)).connect(path, address)
             with contextlib.closing(sock), pytest.raises(ssl.SSLError) if refused else contextlib.nullcontext():
                 while True:
                     try:

@@ -69,7 +69,7 @@ def test_a_store_that_is_smaller_than_sixteen_chunks() -> None:
             root, ["bench", "store", "--master", small.address, "--seconds", "0.05", *sizes, "--json"]
         )
     assert isinstance(result.exception, StoreFull)
-    assert "the largest node has" in result.exception.message
+    assert "exceeds the largest node" in result.exception.message
     assert {row["num_bytes"] for row in json.loads(result.stdout)} == {1 << 20}, "what was measured is printed"
 
 

@@ -63,7 +63,7 @@ def test_what_is_there_stays(tmp_path):
     for name, data in before.items():
         assert name.startswith("node.") or (tmp_path / name).read_bytes() == data
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(ConfigError, match="without the other"):
+    with pytest.raises(ConfigError, match="has only one of"):
         make(tmp_path, ("localhost",), 1)
 
 

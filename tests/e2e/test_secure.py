@@ -23,8 +23,7 @@ from tanghulu.conductor.peers.wire import FOLLOW, FollowRequest
 from tanghulu.errors import NodeUnavailable, Unauthorized
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.rpc.methods import END, HELLO, EndRequest, HelloRequest, Method
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import END, HELLO, PROTOCOL_VERSION, EndRequest, HelloRequest, Method
 from tanghulu.session.messages import (
     DESCRIBE,
     DROP_CACHE,

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import tanghulu
-from tanghulu.rpc.unix_sockets import inode_of_process
+from tanghulu.rpc.sockets import inode_of_process
 from tanghulu.store.node.rpc.sessions import OTHER_NAMESPACE
 from tests.free_ports import free_port
 from tests.hosts.lan import child_of

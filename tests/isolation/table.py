@@ -24,7 +24,7 @@ from tanghulu.protos import (
     store_pb2,
 )
 from tanghulu.rpc import methods as rpc_methods
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.session import messages as session
 from tanghulu.store.protocol import directory_messages as d
 from tanghulu.store.protocol import messages as m

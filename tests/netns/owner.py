@@ -10,7 +10,7 @@ import uvloop
 
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.topology.discovery import discover
 
 

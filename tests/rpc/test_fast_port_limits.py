@@ -23,8 +23,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.greeting import welcome
-from tanghulu.rpc.methods import HELLO, HelloRequest
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO, PROTOCOL_VERSION, HelloRequest
 from tanghulu.rpc.wire import encode, parser_of
 from tests.rpc.service import ECHO, Answer, Ask, Served, head_of, serving, until
 from tests.tls_files import Authority
@@ -185,7 +184,7 @@ async def test_a_hello_is_not_waited_for_for_ever(guarded: Served, monkeypatch: 
     monkeypatch.setattr(fast_server, "HELLO_S", 0.05)
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE)
-    assert b"no HELLO came" in await asyncio.wait_for(reader.read(), 30)
+    assert b"no HELLO was received" in await asyncio.wait_for(reader.read(), 30)
     writer.close()
     assert (await asyncio.to_thread(known.call, ECHO, ASK, REPLY)).message.node_ids == ["k"]
     known.close()

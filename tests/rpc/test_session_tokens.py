@@ -20,8 +20,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import AnswerStream, FastService, Later, Peer
-from tanghulu.rpc.methods import HELLO
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO, PROTOCOL_VERSION
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import SESSION, FromWorker, SessionHello, SessionWelcome, ToWorker

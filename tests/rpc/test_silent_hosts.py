@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tanghulu.errors import NodeUnavailable, PeerSilent
-from tanghulu.rpc import dialling, pacing
+from tanghulu.rpc import dialling, sockets
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.types import Address
 from tests.free_ports import free_port
@@ -48,10 +48,10 @@ def test_who_had_no_time_learns_nothing_of_the_host(monkeypatch: pytest.MonkeyPa
 
 def test_the_kernel_is_asked_to_look_and_its_word_is_found_without_a_call() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = FastConnection(Address(*server.getsockname()), dead_s=pacing.SILENT_HOST_S)
+        connection = FastConnection(Address(*server.getsockname()), dead_s=sockets.SILENT_HOST_S)
         own, peer = connection._socket, server.accept()[0]
         assert isinstance(own, socket.socket)
-        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == pacing.SILENT_HOST_S * 1000
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == sockets.SILENT_HOST_S * 1000
         assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert connection.failure() is None
         peer.close()

@@ -11,14 +11,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from tanghulu.rpc import fast_server, unsent
+from tanghulu.rpc import fast_server, slow_peers
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader
 from tanghulu.rpc.methods import Method
-from tanghulu.rpc.unsent import PRESSED_S, SLOW_PEER_S, SlowPeer, UnsentAnswers
+from tanghulu.rpc.slow_peers import PRESSED_S, SLOW_PEER_S, PendingBytes, SlowPeer
 from tanghulu.rpc.wire import encode
-from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
+from tanghulu.runtime.clock import LEAST_BYTES_S, LeastRate
 from tests.rpc.service import ECHO, LATER, READABLE, SLOW, Answer, Ask, Served, until
 
 ASK, REPLY = Ask(keys=["k"]), Answer
@@ -107,8 +107,8 @@ async def test_calls_that_wait_hold_up_those_behind(served: Served) -> None:
 async def test_who_takes_nothing_while_the_process_is_full_is_hung_up_on(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_server, "_SLOW_LOOK_S", 0.01)
-    monkeypatch.setattr(unsent, "PRESSED_S", 0.05)
+    monkeypatch.setattr(slow_peers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(slow_peers, "PRESSED_S", 0.05)
     served.service.unsent.most_bytes = 1
     glutton = Glutton(served)
     await glutton.ask()
@@ -130,10 +130,10 @@ async def begun_request(served: Served) -> tuple[asyncio.StreamReader, asyncio.S
 async def test_whose_request_comes_too_slowly_is_hung_up_on(
     served: Served, monkeypatch: pytest.MonkeyPatch, pressed: bool
 ) -> None:
-    monkeypatch.setattr(fast_server, "_SLOW_LOOK_S", 0.01)
+    monkeypatch.setattr(slow_peers, "_LOOK_S", 0.01)
     if pressed:
         served.service.coming.most_bytes = 1
-    monkeypatch.setattr(unsent, "PRESSED_S" if pressed else "SLOW_PEER_S", 0.05)
+    monkeypatch.setattr(slow_peers, "PRESSED_S" if pressed else "SLOW_PEER_S", 0.05)
     reader, writer = await begun_request(served)
     with contextlib.suppress(ConnectionError):
         assert await asyncio.wait_for(reader.read(1), 30) == b""
@@ -152,7 +152,7 @@ async def test_a_request_that_has_come_is_not_counted_any_more(served: Served) -
 
 
 def test_a_slow_peer_is_given_up_only_when_too_little_moves() -> None:
-    unsent_answers = UnsentAnswers(1000)
+    unsent_answers = PendingBytes(1000)
     unsent_answers.note("a", 999)
     peer = SlowPeer(999, 100.0)
     assert not peer.is_given_up(999, unsent_answers, 100.0 + SLOW_PEER_S - 0.1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.rpc import pacing
+from tanghulu.rpc import sockets
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, Later, Peer
@@ -137,7 +137,7 @@ async def test_the_kernel_looks_whether_a_silent_peer_is_there(talk: Talk) -> No
     """At both ends: neither waits for an answer with a deadline. Who called goes elsewhere, so it asks more often."""
     ends = [talk.connection._transport, *talk.served.fast_port._transports]
     assert len(ends) == 2
-    for transport, dead_s in zip(ends, (pacing.SILENT_HOST_S, pacing.DEAD_PEER_S), strict=True):
+    for transport, dead_s in zip(ends, (sockets.SILENT_HOST_S, sockets.DEAD_PEER_S), strict=True):
         assert transport is not None
         sock = transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

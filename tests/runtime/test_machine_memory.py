@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tanghulu.errors import ConfigError, Overloaded
-from tanghulu.runtime.machine_memory import memory_bounds, refuse_too_much
+from tanghulu.runtime.limits import memory_bounds, refuse_too_much
 
 GIB = 1 << 30
 _MEMINFO = f"MemTotal:       {24 << 20} kB\nMemFree:  1 kB\nMemAvailable:   {20 << 20} kB\nHugePages_Total:       0\n"

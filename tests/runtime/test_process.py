@@ -17,7 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tanghulu.errors import ConfigError, Overloaded
-from tanghulu.runtime import descriptors, process
+from tanghulu.runtime import limits, process
 from tanghulu.runtime.process import ProcessConfig, own_address
 from tanghulu.runtime.tasks import beside
 from tanghulu.runtime.telemetry import RareLog
@@ -134,24 +134,24 @@ def test_with_too_few_descriptors_a_start_is_refused_in_a_sentence(limit: int) -
     command = [sys.executable, "-m", "tanghulu", "node", "--port", "0", "--memory", "1MiB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=few)
     assert (done.returncode, done.stderr.count("\n")) == (7, 1)
-    assert f"only {limit} files may be open, and 64 are needed at least" in done.stderr
+    assert f"this process may open {limit} files and needs at least 64" in done.stderr
 
 
 async def test_the_last_descriptors_refuse_connections_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
-    monkeypatch.setattr(descriptors, "_rare_log", RareLog(descriptors._log))
+    monkeypatch.setattr(limits, "_rare_log", RareLog(limits._log))
     with capture_logs() as logs:
-        descriptors.refuse_last_descriptors(119)
+        limits.refuse_last_descriptors(119)
         for number in (120, 127):
             with pytest.raises(Overloaded, match="has none left for a connection"):
-                descriptors.refuse_last_descriptors(number)
+                limits.refuse_last_descriptors(number)
     assert [line["event"] for line in logs] == ["process.out_of_descriptors"]
 
 
 async def test_a_process_that_can_open_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_rare_log", RareLog(descriptors._log))
+    monkeypatch.setattr(limits, "_rare_log", RareLog(limits._log))
     with capture_logs() as logs:
-        async with beside(descriptors.watch_descriptors()):
+        async with beside(limits.watch_descriptors()):
             await asyncio.sleep(0)
             assert logs == []
 
@@ -159,7 +159,7 @@ async def test_a_process_that_can_open_nothing_says_so(monkeypatch: pytest.Monke
             raise OSError(24, "Too many open files")
 
         monkeypatch.setattr(os, "open", nothing)
-        async with beside(descriptors.watch_descriptors()):
+        async with beside(limits.watch_descriptors()):
             await asyncio.sleep(0)
     assert [line["event"] for line in logs] == ["process.out_of_descriptors"]
 
@@ -194,7 +194,7 @@ def test_a_run_directory_is_this_user_s_alone(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match=f"has mode 0755.*chmod 700 {new}"):
         process.make_private(new)
     (tmp_path / "link").symlink_to(new)
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         process.make_private(tmp_path / "link")
     new.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)

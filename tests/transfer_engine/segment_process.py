@@ -21,19 +21,18 @@ import xxhash
 
 from tanghulu.auth.tls import ServerTls
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.config import ListenOptions
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 
 HOST_ID = "test-host"
 SEGMENT_BYTES = 80 << 20
 SEGMENT_NAME = "arena"
 #: Children come from a server process that has imported what is slow to import: they start in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["numpy", "uvloop", "tanghulu.transfer_engine.owner.server"])
+CONTEXT.set_forkserver_preload(["numpy", "uvloop", "tanghulu.transfer_engine.server"])
 # The folder of its socket outlives the tests' own TMPDIR, so it is made before that is set.
 util.get_temp_dir()
 
@@ -129,9 +128,9 @@ class Owner:
         return {
             "read": self.server.bytes_read["tcp"],
             "written": self.server.bytes_written["tcp"],
-            "refused": self.server.num_refused,
+            "refused": self.server.admission.num_refused,
             "connections": self.server.num_connections,
-            "fenced": self.server.num_fenced,
+            "fenced": self.server.admission.num_fenced,
         }
 
 

@@ -337,7 +337,7 @@ def test_a_wrong_secret_is_refused_as_an_unknown_session_is(
     refusals = []
     almost = session.secret[:-1] + bytes([session.secret[-1] ^ 1])
     for shown in (SessionKey(7, bytes(16)), SessionKey(7, almost), SessionKey(8, session.secret)):
-        with pytest.raises(NodeUnavailable, match="say hello first") as refused:
+        with pytest.raises(NodeUnavailable, match="send HELLO first") as refused:
             engine.open_segment(leasing.descriptor, shown, transport=transport)
         refusals.append(refused.value.message.replace("session 8", "session 7"))
     assert len(set(refusals)) == 1

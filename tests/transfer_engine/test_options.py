@@ -18,7 +18,7 @@ from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.topology.devices import NetworkDevice, Topology, matrix_of
 from tanghulu.transfer_engine.transports.tcp import transport as tcp
 from tests.transfer_engine.segment_process import HOST_ID, SegmentProcess
@@ -74,8 +74,8 @@ def test_some_of_the_devices(topology_file: str):
         ({"rdma_devices": "mlx5_0"}, "0.0.0.0", "--rdma-devices"),
         ({"tcp_devices": "dark"}, "0.0.0.0", "--tcp-devices: dark"),
         ({}, "10.0.0.1", "--host 0.0.0.0"),
-        ({"near": "gpu:7"}, "0.0.0.0", "--near gpu:7: the matrix has the rows cpu:0, cpu:1"),
-        ({"near": "cpu:0", "topology": ""}, "0.0.0.0", "--near cpu:0 orders the devices of --topology"),
+        ({"near": "gpu:7"}, "0.0.0.0", "--near gpu:7 is not a row of the matrix, which has cpu:0, cpu:1"),
+        ({"near": "cpu:0", "topology": ""}, "0.0.0.0", "--near cpu:0 requires --topology"),
         ({"topology": "/nowhere.json"}, "0.0.0.0", "nowhere"),
     ],
 )

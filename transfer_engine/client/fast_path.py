@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.handle import EngineResources
-from tanghulu.transfer_engine.client.link_pool import LinkPool
+from tanghulu.transfer_engine.client.remote import LinkPool
 from tanghulu.transfer_engine.client.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.paths import Path, PathTable
@@ -130,7 +130,8 @@ def send_fast(
         return False
     paths, clock, lock = target.paths, resources.clock, resources.lock
     with lock:
-        path = paths.begin_alone(now_s, length)
+        path = paths.choose_idle(now_s, length)
+        paths.begun(path, length)
     pool = target.pools[path]
     link: Link | None = None
     ended: Completion | None = None
@@ -149,10 +150,9 @@ def send_fast(
     finally:
         _let_go(link, pool, path, ended)
         with lock:
+            paths.ended(path, length)
             if isinstance(ended, Arrived):
-                paths.end_alone(path, length, clock.now_s() - now_s)
-            else:
-                paths.ended(path, length)
+                paths.succeeded(path, length, clock.now_s() - now_s)
     if ended is _STRAIGHT or isinstance(ended, Arrived):
         return True
     return link is not None and _failed(ended, paths, path, now_s + deadline_s, clock, lock)
@@ -197,5 +197,5 @@ def _failed(
     if isinstance(ended, Refused):
         raise ended.error
     if clock.now_s() >= until_s:
-        raise DeadlineExceeded("not complete within its deadline; what had arrived is not reported")
+        raise DeadlineExceeded("not complete within its deadline; any part of it may have arrived")
     return False

@@ -168,7 +168,7 @@ class TransferHandle:
     def _drive(self, until_s: float, deadline_s: float) -> None:
         batch, clock = self._batch, self._resources.clock
         if not batch.finished and not self._borrow_all(until_s):
-            self._finish(_expired(deadline_s, "all links to a peer are lent to other batches; "))
+            self._finish(_expired(deadline_s, "other batches use all links to a peer; "))
         while not batch.finished:
             now_s = clock.now_s()
             if self._stop is not None or now_s >= until_s:
@@ -274,7 +274,9 @@ class TransferHandle:
         if link is None:
             link = self._targets[table].borrow(transport, None)
             if link is None:
-                raise Overloaded(f"all {transport} links to {self._targets[table]!r} are lent to other batches")
+                raise Overloaded(
+                    f"other batches use all {transport} links to {self._targets[table]!r}; try again later"
+                )
             self._links[key] = link
         return link
 
@@ -307,4 +309,4 @@ class TransferHandle:
 
 
 def _expired(deadline_s: float, why: str = "") -> DeadlineExceeded:
-    return DeadlineExceeded(f"{why}not complete within {deadline_s:g} s; what had arrived is not reported")
+    return DeadlineExceeded(f"{why}not complete within {deadline_s:g} s; any part of it may have arrived")

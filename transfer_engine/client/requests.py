@@ -119,9 +119,9 @@ def admit_buffer(request: TransferRequest) -> Buffer:
     if not (type(length) is type(start) is type(at) is type(lease_id) is int):
         length, start, at, lease_id = _take_numbers(request)
     if lease_id >> _ID_BITS:
-        raise InvalidRequest(f"lease {lease_id}: a number that no owner gives; it has {_ID_BITS} bits")
+        raise InvalidRequest(f"lease_id is {lease_id}; a lease is a number of {_ID_BITS} bits")
     if length <= 0:
-        raise InvalidRequest(f"a transfer of {length} bytes; it must have at least one")
+        raise InvalidRequest(f"length is {length}; a transfer has at least one byte")
     if start < 0 or start + length > buffer.size_bytes:
         raise InvalidRequest(f"[{start}, +{length}) is outside the local buffer of {buffer.size_bytes} bytes")
     if at < 0 or at + length > request.target.size_bytes:
@@ -147,7 +147,7 @@ def _take_numbers(request: TransferRequest) -> tuple[int, int, int, int]:
 def admit_deadline(deadline_s: float) -> None:
     """Raise InvalidRequest if it is not a number; a deadline already past is answered by DeadlineExceeded later."""
     if deadline_s != deadline_s:
-        raise InvalidRequest(f"a deadline of {deadline_s} s is no time")
+        raise InvalidRequest(f"deadline_s is {deadline_s}; it must be a number")
 
 
 def admit_descriptor(descriptor: SegmentDescriptor, session: SessionKey) -> None:
@@ -156,10 +156,10 @@ def admit_descriptor(descriptor: SegmentDescriptor, session: SessionKey) -> None
         raise InvalidRequest(f"segment name {descriptor.name[:32]!r}... must have 1 to {MAX_NAME_BYTES} bytes")
     session_id, secret = session
     if len(secret) != SECRET_BYTES:
-        raise InvalidRequest(f"session {session_id} comes with a secret of {len(secret)} bytes; it has {SECRET_BYTES}")
+        raise InvalidRequest(f"session {session_id} has a secret of {len(secret)} bytes; it must have {SECRET_BYTES}")
     if session_id >> _ID_BITS or descriptor.generation >> _ID_BITS:
         raise InvalidRequest(
-            f"session {session_id}, generation {descriptor.generation}: numbers of {_ID_BITS} bits at most"
+            f"session {session_id}, generation {descriptor.generation}: both are numbers of at most {_ID_BITS} bits"
         )
 
 
@@ -171,9 +171,9 @@ def _refuse_extras(request: TransferRequest) -> None:
     if request.checksum is None:
         return
     if request.opcode is not Opcode.READ:
-        raise InvalidRequest("a checksum is given for READs; let a WRITE verify what has landed")
+        raise InvalidRequest("checksum is for a READ; set verify for a WRITE")
     if not 0 <= request.checksum < 1 << 64:
-        raise InvalidRequest(f"checksum {request.checksum} does not have 64 bits")
+        raise InvalidRequest(f"checksum {request.checksum} is not a number of 64 bits")
 
 
 def admit(request: TransferRequest, buffer: Buffer) -> AdmittedRequest | TanghuluError:

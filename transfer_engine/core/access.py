@@ -21,8 +21,16 @@ Example: session 7 maps the memory, cap 100 bytes. It pins 60 bytes: granted. It
 so the caller grants them with ``shm=False`` and the client reads over TCP. Its connection breaks: the 60 mapped bytes
 are quarantined, the others free at once. Its process exits: the 60 bytes are free.
 
-Every mutating call returns the ranges that it freed. Not thread-safe: one event loop owns a table. See ``leases`` for
-the states.
+Every mutating call returns the ranges that it freed. Not thread-safe: one event loop owns a table.
+
+The states of a lease, its events and the table between them:
+
+    (state, event)            table                      worked example
+    ACTIVE ---- GIVEN_BACK --> DRAINING -- DRAINED --> FREE   a reader unpins: nothing is open, free at once
+    ACTIVE ---- LOST_COPIED -> DRAINING -- DRAINED --> FREE   a TCP reader's time is up while a slice is being sent:
+                                                              free when that slice has left or its connection is cut
+    ACTIVE ---- LOST_MAPPED -> QUARANTINED -- GIVEN_BACK ...  a reader that maps the memory vanished from the wire:
+                                                              kept until it unpins or its process has exited
 """
 
 from __future__ import annotations
@@ -33,14 +41,90 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, Unauthorized
-from tanghulu.runtime.clock import Clock
-from tanghulu.runtime.least_rate import LEAST_BYTES_S
-from tanghulu.transfer_engine.core.leases import Freed, Lease, LeaseEvent, LeaseState
+from tanghulu.runtime.clock import LEAST_BYTES_S, Clock
 from tanghulu.transfer_engine.core.segment import SECRET_BYTES, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
+
+
+class LeaseState(Enum):
+    """State of a lease."""
+
+    #: The peer may begin transfers (TCP) or touch the mapped range (shm).
+    ACTIVE = "active"
+    #: A peer that maps the memory has lost its right but cannot be stopped: the range must not be reused.
+    QUARANTINED = "quarantined"
+    #: No new transfer may begin; those begun have not ended yet.
+    DRAINING = "draining"
+    #: The peer cannot touch the range under this lease any more.
+    FREE = "free"
+
+
+class LeaseEvent(Enum):
+    """Event in the life of a lease."""
+
+    #: The holder released it, or its process has exited.
+    GIVEN_BACK = "given back"
+    #: Time is up or the session is closed, and the peer reaches the range through this process only.
+    LOST_COPIED = "lost, peer gets copies"
+    #: Time is up or the session is closed, and the peer maps the memory itself.
+    LOST_MAPPED = "lost, peer maps the memory"
+    #: No begun transfer is open any more.
+    DRAINED = "drained"
+
+
+TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
+    (LeaseState.ACTIVE, LeaseEvent.GIVEN_BACK): LeaseState.DRAINING,
+    (LeaseState.ACTIVE, LeaseEvent.LOST_COPIED): LeaseState.DRAINING,
+    (LeaseState.ACTIVE, LeaseEvent.LOST_MAPPED): LeaseState.QUARANTINED,
+    (LeaseState.QUARANTINED, LeaseEvent.GIVEN_BACK): LeaseState.DRAINING,
+    (LeaseState.QUARANTINED, LeaseEvent.LOST_MAPPED): LeaseState.QUARANTINED,
+    (LeaseState.DRAINING, LeaseEvent.GIVEN_BACK): LeaseState.DRAINING,
+    (LeaseState.DRAINING, LeaseEvent.LOST_COPIED): LeaseState.DRAINING,
+    (LeaseState.DRAINING, LeaseEvent.LOST_MAPPED): LeaseState.DRAINING,
+    (LeaseState.DRAINING, LeaseEvent.DRAINED): LeaseState.FREE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """``[offset, offset + length)`` is out of reach under ``lease_id``; other leases may still cover it."""
+
+    lease_id: LeaseId
+    offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Lease:
+    """One access right. ``mapped``: the peer maps the memory itself (shm)."""
+
+    lease_id: LeaseId
+    session_id: int
+    offset: int
+    length: int
+    mode: Opcode
+    mapped: bool
+    expires_at_s: float
+    #: Limit of every renewal.
+    last_end_s: float
+    state: LeaseState = field(default=LeaseState.ACTIVE)
+    num_open: int = 0
+
+    def step(self, event: LeaseEvent) -> LeaseState:
+        """Apply ``event``; asserts that the pair is in the table."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"lease {self.lease_id} cannot take {event.value} in {self.state.value}"
+        self.state = following
+        return following
+
+    def freed(self) -> Freed:
+        """Return the report to its owner when it has ended."""
+        return Freed(self.lease_id, self.offset, self.length)
+
 
 __all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
 
@@ -126,7 +210,7 @@ class AccessTable:
         session = self._sessions.get(shown.session_id)
         secret = bytes(SECRET_BYTES) if session is None else session.secret
         if not hmac.compare_digest(secret, shown.secret) or session is None or session.closed:
-            raise Unauthorized(f"session {shown.session_id} is not open, or not with this secret; say hello first")
+            raise Unauthorized(f"session {shown.session_id} is not open, or its secret is another; send HELLO first")
 
     def close_session(self, session_id: int) -> list[Freed]:
         """End the leases of a peer whose connection is gone, quarantining those that it maps. Ignores unknown ones."""
@@ -257,7 +341,7 @@ class AccessTable:
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
-            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id}; reserve or pin again")
         if self._sessions[session_id].closed:
             raise LeaseExpired(f"session {session_id} has ended, and its lease {lease_id} with it")
         if not _is_active(lease, self._clock.now_s()):
@@ -339,7 +423,7 @@ class AccessTable:
     def _open_session(self, session_id: int) -> _Session:
         session = self._sessions.get(session_id)
         if session is None or session.closed:
-            raise InvalidRequest(f"session {session_id} is not open; say hello first")
+            raise InvalidRequest(f"session {session_id} is not open; send HELLO first")
         return session
 
     def _admit_mapped(self, session: _Session, length: int) -> None:

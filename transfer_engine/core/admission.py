@@ -1,6 +1,6 @@
 """Decisions of a segment's owner about its peers' connections: pure, no socket and no loop.
 
-Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``owner.server`` sweeps;
+Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``server`` sweeps;
 the transports' listeners move the bytes and consult it; ``access`` decides what a peer may touch. The simulation drives
 this very class.
 """
@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
-from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash, session_key
@@ -37,11 +36,9 @@ class Connection(Protocol):
     @property
     def progress(self) -> tuple[int, int] | None:
         """(slice id, bytes moved) of the slice in work, None when there is none."""
-        ...
 
     def cut(self) -> None:
         """Close at once: nothing is received into the segment after this call."""
-        ...
 
 
 #: Takes (session id, the peer's message); called once for each notice, after all of its bytes have landed.
@@ -119,7 +116,11 @@ class PeerAdmission:
         """Admit a connection under its token, if it has the secret of its session."""
         self._check_generation(head)
         if head.lease_id != self._name_hash:
-            raise self._refused(NodeUnavailable(f"another segment is served here: {self._segment.name!r}"))
+            raise self._refused(
+                NodeUnavailable(
+                    f"this owner serves segment {self._segment.name!r}, not the one named; fetch its descriptor again"
+                )
+            )
         if self._access is not None:
             try:
                 self._access.authenticate(session_key(head))
@@ -127,7 +128,7 @@ class PeerAdmission:
                 raise self._refused(error) from None
         token = head.offset
         if token == 0 or token in self._fenced or token in self._by_token or connection.token:
-            raise self._refused(Unauthorized(f"connection token {token:#x} is not to be used (again)"))
+            raise self._refused(Unauthorized(f"connection token {token:#x} was used before; choose another"))
         connection.token = token
         self._by_token[token] = connection
         self._unknown.pop(connection, None)
@@ -152,7 +153,9 @@ class PeerAdmission:
             )
         if head.verified and head.length > MAX_VERIFIED_BYTES:
             raise self._refused(
-                InvalidRequest(f"a verified slice of {head.length} bytes; at most {MAX_VERIFIED_BYTES}: cut it smaller")
+                InvalidRequest(
+                    f"a verified slice has {head.length} bytes, more than {MAX_VERIFIED_BYTES}; use smaller slices"
+                )
             )
         if self._access is not None:
             op = _READ if head.op is _READ_HEAD else _WRITE
@@ -187,9 +190,9 @@ class PeerAdmission:
         """Hand a notice to the owner's program unless its number was seen before."""
         self._check_generation(head)
         if self._on_notice is None:
-            raise self._refused(InvalidRequest(f"the owner of {self._segment.name!r} takes no notices"))
+            raise self._refused(InvalidRequest(f"the owner of {self._segment.name!r} accepts no notices"))
         if self._access is not None and not self._access.is_open(head.session_id):
-            raise self._refused(Unauthorized(f"session {head.session_id} is not open; say hello first"))
+            raise self._refused(Unauthorized(f"session {head.session_id} is not open; send HELLO first"))
         if head.offset in self._notices:
             return
         self._notices[head.offset] = None
@@ -237,8 +240,8 @@ class PeerAdmission:
         if head.generation != self._generation:
             raise self._refused(
                 NodeUnavailable(
-                    f"generation {head.generation} of segment {self._segment.name!r} is gone, "
-                    f"{self._generation} is here: ask for its descriptor again"
+                    f"generation {head.generation} of segment {self._segment.name!r} has ended, "
+                    f"{self._generation} is served now; fetch its descriptor again"
                 )
             )
 

@@ -1,18 +1,25 @@
-"""Local memory that transfers read from and write to.
+"""Local memory that transfers read from and write to, and copies between it and a mapped segment.
 
-Owns the address and the guard against use after ``unregister``.
+Owns the address, the guard against use after ``unregister``, and the choice of the instruction.
+
+memmove is nearly always right. A long one releases the GIL, so that several callers copy at once; a short one keeps it:
+it takes some microseconds, and getting the GIL back from other callers takes longer (8 callers of 64 KiB were half as
+fast together as one alone). glibc uses ``rep movsb`` for middle lengths, though, and that is several times slower on
+AMD's processors when the destination lies 1 to 31 bytes behind the source modulo the page size. This is common: chunks
+start on page boundaries, and large numpy arrays and bytearrays at a page boundary plus 16. Measured (EPYC, glibc 2.36,
+destination 16 behind): 64 KiB 23 us instead of 4, 256 KiB 145 us instead of 12. A vector loop of numpy (``np.positive``
+copies unsigned bytes, also without the GIL) is unaffected: 5 us and 16 us.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.transfer_engine.core.copying import Bytes
 
 #: Characters of a buffer format (PEP 3118): references and pointers; and lookalikes, names and complex numbers.
 _POINTER, _NO_POINTERS = re.compile(r"[O&PzZX]"), re.compile(r":[^:]*:|Z[fdg]")
@@ -66,9 +73,9 @@ def bytes_of(source: Any) -> Bytes:
         else:
             array = _of_buffer(source)
     except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
-        raise InvalidRequest(f"{type(source).__name__} is no C-contiguous buffer of bytes: {error}") from None
+        raise InvalidRequest(f"{type(source).__name__} is not a C-contiguous buffer of bytes: {error}") from None
     if not array.size:
-        raise InvalidRequest(f"{type(source).__name__} is empty; at least one byte is wanted")
+        raise InvalidRequest(f"{type(source).__name__} is empty; a buffer has at least one byte")
     return array
 
 
@@ -108,3 +115,36 @@ def _of_tensor(source: Any) -> Bytes:
     memory = (ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr())
     memory.owner = source  # keeps the tensor while the array is in use
     return np.frombuffer(memory, dtype=np.uint8)
+
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_PAGE_BYTES = 4096
+_SLOW_DISTANCES = 32
+_SLOW_FROM_BYTES, _SLOW_TO_BYTES = 4 << 10, 512 << 10
+#: Longest copy that keeps the GIL.
+_SHORT_BYTES = 128 << 10
+_memmove = ctypes.memmove
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+_memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_with_gil.restype = None
+
+
+class Memory(Protocol):
+    """Bytes with their address, because requesting it from numpy costs more than a small copy."""
+
+    array: Bytes
+    address: int
+
+
+def copy(to: Memory, to_offset: int, source: Memory, source_offset: int, length: int) -> None:
+    """Copy ``length`` bytes; the caller has checked the ranges."""
+    to_address, from_address = to.address + to_offset, source.address + source_offset
+    distance = (to_address - from_address) % _PAGE_BYTES
+    if 0 < distance < _SLOW_DISTANCES and _SLOW_FROM_BYTES <= length < _SLOW_TO_BYTES:
+        into = to.array[to_offset : to_offset + length]
+        np.positive(source.array[source_offset : source_offset + length], out=into)
+    elif length <= _SHORT_BYTES:
+        _memmove_with_gil(to_address, from_address, length)
+    else:
+        _memmove(to_address, from_address, length)

@@ -27,17 +27,14 @@ class WiredConnection(Protocol):
     @property
     def greeted(self) -> bool:
         """Whether the peer has admitted it."""
-        ...
 
     @property
     def busy(self) -> bool:
         """Whether anything is under way."""
-        ...
 
     @property
     def has_slices(self) -> bool:
         """Whether a slice is under way."""
-        ...
 
 
 C = TypeVar("C", bound=WiredConnection)

@@ -1,19 +1,10 @@
-"""The machine's network as the tcp transport sees it: connections and their readiness. The simulation has its own.
-
-Owns socket options and nothing else.
-"""
+"""The network as links see it: connections and their readiness. ``tcp.sockets`` has the machine's."""
 
 from __future__ import annotations
 
-import errno
-import select
-import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from tanghulu.errors import NodeUnavailable
-from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
-from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.types import Address
 
@@ -28,37 +19,29 @@ class StreamSocket(Protocol):
 
     def setblocking(self, flag: bool, /) -> None:
         """Called once, with True, when it has begun to connect."""
-        ...
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
         """Called with SO_RCVTIMEO alone."""
-        ...
 
     def send(self, data: bytes, flags: int, /) -> int:
         """Give bytes to the connection."""
-        ...
 
     def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:
         """Give bytes to the connection."""
-        ...
 
     def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
         """Receive bytes; 0 when the peer has closed. ``num_bytes`` 0 receives as many as the buffer holds."""
-        ...
 
     def recvmsg_into(
         self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
     ) -> tuple[int, list[Any], int, Any]:
         """Receive bytes into the first buffer, then the next; their number is the first of the answer."""
-        ...
 
     def fileno(self) -> int:
         """Return the number that identifies it to a Poller."""
-        ...
 
     def close(self) -> None:
         """Close the connection; nothing is received afterwards."""
-        ...
 
 
 class Poller(Protocol):
@@ -66,27 +49,21 @@ class Poller(Protocol):
 
     def register(self, fd: int, eventmask: int, /) -> None:
         """Watch a descriptor."""
-        ...
 
     def modify(self, fd: int, eventmask: int, /) -> None:
         """Watch for something else."""
-        ...
 
     def unregister(self, fd: int, /) -> None:
         """Stop watching a descriptor."""
-        ...
 
     def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
         """Return the ready (descriptor, events), after at most ``timeout`` seconds."""
-        ...
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when something is ready."""
-        ...
 
     def close(self) -> None:
         """Release the descriptor."""
-        ...
 
 
 class Network(Protocol):
@@ -97,39 +74,6 @@ class Network(Protocol):
 
         Raises NodeUnavailable if the address cannot even be tried.
         """
-        ...
 
     def poller(self) -> Poller:
         """Return a new Poller."""
-        ...
-
-
-class KernelNetwork:
-    """The machine's own network."""
-
-    def connect(self, path: Path, address: Address) -> socket.socket:
-        """Return a TCP socket without Nagle's delay, bound to the path's local device if it names one."""
-        try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, target = found[0]
-            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-        except OSError as error:
-            raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if path.local_device:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, path.local_device.encode())
-            refusal = sock.connect_ex(target)
-            if refusal not in (0, errno.EINPROGRESS):
-                raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
-            unpace_within_machine(sock, target)
-            notice_dead_peer(sock, SILENT_HOST_S)
-            lose_in_children(sock)
-        except OSError as error:
-            sock.close()
-            raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error
-        return sock
-
-    def poller(self) -> Poller:
-        """Return an epoll descriptor."""
-        return select.epoll()

@@ -213,29 +213,6 @@ class PathTable:
             self._best, self._best_until_s = best, now_s + _BEST_MEMORY_S
         return best
 
-    def begin_alone(self, now_s: float, length: int) -> Path:
-        """Do ``choose_idle`` and ``begun`` in one."""
-        best = self._best
-        if best is None or now_s >= self._best_until_s:
-            best = self.choose_idle(now_s, length)
-        stats = self._health[best].stats
-        stats.in_flight_bytes += length
-        stats.in_flight_slices += 1
-        return best
-
-    def end_alone(self, path: Path, length: int, took_s: float) -> None:
-        """Do ``ended`` and ``succeeded`` in one."""
-        health = self._health[path]
-        stats = health.stats
-        stats.in_flight_bytes -= length
-        stats.in_flight_slices -= 1
-        stats.num_bytes += length
-        stats.num_slices += 1
-        stats.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
-        stats.latency_sum_s += took_s
-        if health.num_errors:
-            self._recovered(health)
-
     def begun(self, path: Path, num_bytes: int) -> None:
         """Count a slice posted on ``path``; ``ended`` follows once for it."""
         stats = self._health[path].stats

@@ -22,6 +22,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.methods import HelloReply, HelloRequest
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.runtime.fork import keep_reserved
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.page_touch import PageToucher
 
 _log = structlog.get_logger(__name__)
@@ -131,14 +132,10 @@ class MemorySegment:
             raise InvalidRequest(f"segment {name!r} must have at least one byte, not {size_bytes}")
         label = "tanghulu-" + encoded[:_MAX_MEMFD_NAME_BYTES].decode(errors="ignore")
         fd, area = _make_area(label, size_bytes, prefault=prefault)
-        try:
+        with undo_on_error(lambda: os.close(fd)), undo_on_error(area.close):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             published = None if not published_bytes else PublishedArea(label, published_bytes, prefault=prefault)
             return cls(name, fd, area, published)
-        except BaseException:  # including an interrupt: the descriptor has no other owner; re-raised
-            os.close(fd)
-            area.close()
-            raise
 
     def touch(self, offset: int, length: int) -> None:
         """Touch the pages of a range first, so that they count as this process's memory and not as a peer's."""
@@ -195,11 +192,9 @@ class PublishedArea:
     def __init__(self, label: str, size_bytes: int, *, prefault: bool) -> None:
         fd, self._area = _make_area(label + "-published", size_bytes, prefault=prefault)
         try:
-            _seal_published(fd)
-            self.fd = _reading_fd(fd)
-        except BaseException:
-            self._area.close()
-            raise
+            with undo_on_error(self._area.close):
+                _seal_published(fd)
+                self.fd = _reading_fd(fd)
         finally:
             os.close(fd)
         self.size_bytes = size_bytes
@@ -215,13 +210,10 @@ class PublishedArea:
 def _make_area(label: str, size_bytes: int, *, prefault: bool) -> tuple[int, mmap.mmap]:
     """Return a descriptor that can be sealed, and its writable mapping."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with undo_on_error(lambda: os.close(fd)):
         os.ftruncate(fd, size_bytes)
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
         return fd, mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except BaseException:  # including an interrupt: the descriptor has no other owner; re-raised
-        os.close(fd)
-        raise
 
 
 def _seal_published(fd: int) -> None:

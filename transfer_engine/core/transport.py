@@ -20,10 +20,9 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, ServerLimits, TransportLimits
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Slice
@@ -114,42 +113,33 @@ class Link(Protocol):
 
         Raises NodeUnavailable, also after ``timeout_s``, or the owner's refusal.
         """
-        ...
 
     def post(self, piece: Slice, path: Path) -> None:
         """Start moving the slice over ``path``. Never blocks on the peer and never raises: failures are completions."""
-        ...
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Move bytes; return what ended. Waits at most ``timeout_s`` for an event."""
-        ...
 
     def cut(self, path: Path) -> None:
         """Close the path's connection; its slices are forgotten without a completion, and no byte of them lands locally
         afterwards. A later post connects anew.
         """
-        ...
 
     @property
     def reusable(self) -> bool:
         """Whether another batch may use it: nothing is under way."""
-        ...
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``poll`` has work; -1 when everything ends inside ``post``."""
-        ...
 
     def wake(self) -> None:
         """End a ``poll`` waiting in another thread."""
-        ...
 
     def close(self) -> None:
         """Close every connection."""
-        ...
 
     def check(self) -> None:
         """Assert the invariants of its connections."""
-        ...
 
 
 class TransportPeer(Protocol):
@@ -157,15 +147,12 @@ class TransportPeer(Protocol):
 
     def paths(self, rank: int) -> list[Path]:
         """Return every path of this transport to the segment; ``rank`` for preferred ones, ``rank + 1`` for others."""
-        ...
 
     def connect(self) -> Link:
         """Return a new link; does not wait for the peer."""
-        ...
 
     def close(self) -> None:
         """Release everything shared by the links."""
-        ...
 
 
 class SharedResources:
@@ -231,24 +218,19 @@ class Listener(Protocol):
 
         After an error nothing is left behind.
         """
-        ...
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Return the endpoints for the descriptor; valid after ``start``."""
-        ...
 
     @property
     def num_connections(self) -> int:
         """Open connections of peers."""
-        ...
 
     async def close(self) -> None:
         """Disconnect every peer; afterwards nothing lands in the segment through this transport."""
-        ...
 
     def check(self) -> None:
         """Assert the invariants of its connections."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,12 +276,9 @@ class Transport(Protocol):
         Waits at most as long as configured. Raises NodeUnavailable if that is impossible from this process, or the
         owner's refusal.
         """
-        ...
 
     def serve(self, context: ServeContext) -> Listener:
         """Return a listener that offers the segment; ``Listener.start`` starts it."""
-        ...
 
     def probe(self, topology: Topology) -> Ability:
         """Find out by trying what this machine can do; leaves nothing behind. Raises OSError, TanghuluError."""
-        ...

@@ -67,7 +67,7 @@ def probe() -> GpuProbe:
     except (OSError, subprocess.TimeoutExpired) as error:
         return GpuProbe((), f"the attempt did not end: {error}")
     if ended.returncode != 0:
-        last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
+        last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
         return GpuProbe((), f"the attempt ended with status {ended.returncode}: {last}")
     read = json.loads(ended.stdout)
     return GpuProbe(tuple(GpuFinding(**gpu) for gpu in read["gpus"]), read["reason"])
@@ -88,7 +88,9 @@ def _try_gpu(driver: _Driver, number: int) -> GpuFinding:
         gpu = driver.gpu(number)
         name = f"{name} ({driver.name(gpu)})"
         if not driver.attribute(gpu, _HAS_DMABUF):
-            return GpuFinding(name, "its driver gives no dmabufs (they need the open kernel modules and Linux 5.12)")
+            return GpuFinding(
+                name, "its driver offers no dmabufs (they require the open kernel modules and Linux 5.12)"
+            )
         with driver.memory(gpu) as address:
             fd = driver.dmabuf(address)
             try:
@@ -104,7 +106,7 @@ def _register(fd: int, address: int) -> None:
     """Register it; raises NodeUnavailable without an RDMA device, TransferFailed if none takes the memory."""
     found = rdma_verbs.probe()
     if not found.devices:
-        raise NodeUnavailable(f"a dmabuf could be had, but there is nothing to register it with: {found.reason}")
+        raise NodeUnavailable(f"the GPU offers a dmabuf, but no RDMA device can register it: {found.reason}")
     reasons = []
     for info in found.devices:
         device = rdma_verbs.Device(info)
@@ -126,7 +128,7 @@ class _Driver:
             self._cuda: Any = ctypes.CDLL(_DRIVER)
             self._cuda.cuMemGetHandleForAddressRange  # noqa: B018 - drivers before CUDA 11.7 have none
         except (OSError, AttributeError) as error:
-            raise NodeUnavailable(f"no NVIDIA driver that knows dmabufs: {error}") from error
+            raise NodeUnavailable(f"no NVIDIA driver that supports dmabufs: {error}") from error
         self._call("cuInit", ctypes.c_uint(0))
 
     def num_gpus(self) -> int:

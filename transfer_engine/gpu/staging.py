@@ -28,11 +28,9 @@ class DeviceCopier(Protocol):
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy."""
-        ...
 
     def wait(self, half: int) -> None:
         """Wait until the half's copies have ended."""
-        ...
 
 
 Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.Tensor"]]]
@@ -109,7 +107,7 @@ class StagingRing:
         import torch
 
         if ring_bytes < 2:
-            raise InvalidRequest(f"a staging ring of {ring_bytes} bytes; it needs two halves")
+            raise InvalidRequest(f"ring_bytes is {ring_bytes}; a staging ring has at least 2")
         self.half_bytes = ring_bytes // 2
         self.memory = torch.empty(2 * self.half_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
         self._view = self.memory.numpy().data
@@ -222,7 +220,7 @@ class GpuStaging:
     def _move(self, requests: Sequence[TransferRequest], pieces: Sequence[Piece], until_s: float) -> None:
         left_s = until_s - self._clock.now_s()
         if left_s <= 0:
-            raise DeadlineExceeded("not complete within its deadline; what had arrived is not reported")
+            raise DeadlineExceeded("not complete within its deadline; any part of it may have arrived")
         self._engine.transfer([self._part(requests[piece.request_index], piece) for piece in pieces], left_s)
 
     def _part(self, request: TransferRequest, piece: Piece) -> TransferRequest:
@@ -245,10 +243,12 @@ class GpuStaging:
             found = f"a tensor on {source.device}" if isinstance(source, torch.Tensor) else type(source).__name__
             raise InvalidRequest(f"this ring stages tensors on {self._device}, not {found}")
         if not source.is_contiguous():
-            raise InvalidRequest(f"a tensor of shape {tuple(source.shape)} with strides {source.stride()}")
+            raise InvalidRequest(
+                f"a tensor of shape {tuple(source.shape)} with strides {source.stride()}; use .contiguous()"
+            )
         start, length = request.source_offset, request.length
         if length <= 0 or start < 0 or start + length > source.nbytes:
             raise InvalidRequest(f"[{start}, +{length}) is outside the tensor of {source.nbytes} bytes")
         if request.checksum is not None:
-            raise InvalidRequest("a staged request has no checksum of its whole; let it verify")
+            raise InvalidRequest("a staged request cannot have a checksum; set verify")
         return source.detach().view(-1).view(torch.uint8)[start : start + length]

@@ -90,14 +90,8 @@ class Topology:
 
     def to_json(self) -> str:
         """Return the content of a file for ``from_json``."""
-        devices = [
-            {"name": each.name, "address": each.address, "numa_node": each.numa_node,
-             "speed_mbit_s": each.speed_mbit_s, "up": each.up, "loopback": each.loopback, "pci": each.pci}
-            for each in self.devices
-        ]  # fmt: skip
-        matrix = {
-            name: {"preferred": list(each.preferred), "others": list(each.others)} for name, each in self.matrix.items()
-        }
+        devices = [asdict(each) for each in self.devices]
+        matrix = {name: each._asdict() for name, each in self.matrix.items()}
         return json.dumps({"devices": devices, "matrix": matrix}, indent=2)
 
 

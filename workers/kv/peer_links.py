@@ -18,8 +18,8 @@ from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.pacing import SILENT_HOST_S
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.methods import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.sockets import SILENT_HOST_S
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.session.outputs import KvSource, PrefixHolder

@@ -22,15 +22,14 @@ from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.rpc.fast_server import FastService, Peer
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.session.outputs import KvSource
-from tanghulu.transfer_engine.core.access import AccessTable, unguessable_numbers
-from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.access import AccessTable, Freed, unguessable_numbers
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -18,7 +18,7 @@ import structlog
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
-from tanghulu.rpc.versions import require_version
+from tanghulu.rpc.methods import require_version
 from tanghulu.session.load import PeerRead
 from tanghulu.session.messages import (
     SESSION,

@@ -15,7 +15,7 @@ import click
 import httpx
 import numpy as np
 
-from tanghulu.cli.printing import print_json, print_table, store_options
+from tanghulu.cli.printing import print_rows, store_options
 from tanghulu.conductor.replay.live import SeenAnswer, find_target
 from tanghulu.errors import StoreFull
 from tanghulu.masters import Masters
@@ -98,10 +98,9 @@ def http(url: str, requests: int, api_key: str, tls_ca: str, as_json: bool, **lo
     """Send concurrent streamed completions and report times to tokens, and throughput."""
     load = StreamLoad(num_requests=requests, **load_options)
     figures = asyncio.run(measure_http(url, load, HttpClientOptions(api_key=api_key, tls_ca=tls_ca)))
-    if as_json:
-        print_json(asdict(figures))
-    else:
-        print_table((), [(name.replace("_", " "), f"{value:.4g}") for name, value in asdict(figures).items()])
+    value = asdict(figures)
+    lines = [(name.replace("_", " "), f"{number:.4g}") for name, number in value.items()]
+    print_rows(as_json, value, (), lines)
     if figures.num_failed:
         raise click.exceptions.Exit(1)
 
@@ -208,16 +207,12 @@ def store(sizes: Sequence[str], seconds: float, master: Masters, as_json: bool) 
 
 
 def _show(rows: Sequence[StoreFigures], as_json: bool) -> None:
-    if as_json:
-        print_json([asdict(row) for row in rows])
-        return
     columns = ("operation", "size", "calls", "p50 us", "p99 us", "GB/s")
-    cells = [(r.operation, format_size(r.num_bytes), r.num_calls, *_rounded(r)) for r in rows]
-    print_table(columns, cells)
-
-
-def _rounded(row: StoreFigures) -> tuple[str, str, str]:
-    return f"{row.p50_us:.1f}", f"{row.p99_us:.1f}", f"{row.gb_per_s:.2f}"
+    cells = (
+        (r.operation, format_size(r.num_bytes), r.num_calls, f"{r.p50_us:.1f}", f"{r.p99_us:.1f}", f"{r.gb_per_s:.2f}")
+        for r in rows
+    )
+    print_rows(as_json, [asdict(row) for row in rows], columns, cells)
 
 
 #: Chunks that one measurement keeps in the store at a time; fewer if a node's memory cannot hold twice as many.
@@ -228,7 +223,7 @@ def _num_kept(client: Client, num_bytes: int) -> int:
     """Return the number of chunks to keep; raises StoreFull if no node can hold one."""
     capacities = [node.capacity_bytes for node in client.nodes()]
     if num_bytes > max(capacities, default=num_bytes):
-        raise StoreFull(f"--size {format_size(num_bytes)}: the largest node has {format_size(max(capacities))}")
+        raise StoreFull(f"--size {format_size(num_bytes)} exceeds the largest node, {format_size(max(capacities))}")
     return max(1, min(_KEPT, min(capacities, default=0) // 2 // max(1, num_bytes)))
 
 

@@ -8,7 +8,6 @@ missing. There are no revocation lists, so certificates are valid for 397 days a
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tanghulu.auth.certificate_roles import AUTHORITY, CLIENT, ROLES, URI, name_for
+from tanghulu.cli.printing import write_private
 from tanghulu.errors import ConfigError
 from tanghulu.runtime import extras
 
@@ -67,11 +67,16 @@ def _authority(folder: Path, made: list[Path]) -> Signer:
 
     certificate, key_file = folder / f"{_AUTHORITY}.pem", folder / f"{_AUTHORITY}.key"
     if certificate.exists() != key_file.exists():
-        raise ConfigError(f"{folder} has one of {_AUTHORITY}.pem and {_AUTHORITY}.key without the other")
+        raise ConfigError(
+            f"{folder} has only one of {_AUTHORITY}.pem and {_AUTHORITY}.key; restore the other "
+            "one, or choose another folder"
+        )
     if certificate.exists():
         loaded = load_pem_private_key(key_file.read_bytes(), None)
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ConfigError(f"{key_file} is no key of an elliptic curve: it was not made here")
+            raise ConfigError(
+                f"{key_file} is not an elliptic-curve key, so it was not made here; choose another folder"
+            )
         return Signer(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _begun("tanghulu authority", key, _AUTHORITY_DAYS).issuer_name(_name("tanghulu authority"))
@@ -165,11 +170,7 @@ def _write(
         (folder / f"{name}.key", secret, 0o600),
         (folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM), 0o644),
     ):
-        scratch = path.with_suffix(path.suffix + ".new")
-        scratch.unlink(missing_ok=True)
-        with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
-        scratch.replace(path)
+        write_private(path, data, mode)
         made.append(path)
 
 

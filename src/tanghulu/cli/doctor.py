@@ -16,11 +16,11 @@ from pathlib import Path
 
 import click
 
-from tanghulu.cli.printing import print_json, print_table
+from tanghulu.cli.printing import print_rows
 from tanghulu.errors import TanghuluError
-from tanghulu.rpc.unix_sockets import inode_of_process
+from tanghulu.rpc.sockets import inode_of_process
 from tanghulu.runtime.extras import EXTRAS, PURPOSES, install_command, missing_modules
-from tanghulu.runtime.machine_memory import memory_bounds
+from tanghulu.runtime.limits import memory_bounds
 from tanghulu.transfer_engine.topology.discovery import load
 from tanghulu.transfer_engine.topology_command import abilities
 from tanghulu.types import format_size
@@ -156,7 +156,7 @@ def clock(root: Path) -> Iterator[Finding]:
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(512))  # modes 0: read only
     if state < 0:
-        yield Finding("clock", Level.NOTE, "cannot be asked here")
+        yield Finding("clock", Level.NOTE, "its state cannot be read here")
         return
     fine = state != _TIME_ERROR
     remedy = "" if fine else "run an NTP client, so that the logs of several hosts can be compared"
@@ -227,10 +227,8 @@ def _read(path: Path) -> str:
 def COMMAND(command: str, as_json: bool) -> None:
     """Check whether this machine can run COMMAND (default: up). Exits with 1 if something prevents it."""
     findings = examine(command)
-    if as_json:
-        print_json([asdict(each) | {"level": each.level.value} for each in findings])
-    else:
-        rows = ((each.level.value, each.subject, each.found, each.remedy) for each in findings)
-        print_table(("", "what", "found", "what to do"), rows)
+    rows = ((each.level.value, each.subject, each.found, each.remedy) for each in findings)
+    value = [asdict(each) | {"level": each.level.value} for each in findings]
+    print_rows(as_json, value, ("", "what", "found", "what to do"), rows)
     if any(each.level is Level.MISSING for each in findings):
         raise SystemExit(1)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tanghulu.auth.certificate_roles import CONDUCTOR, WORKER
-from tanghulu.cli.printing import counted, print_json, store_options
+from tanghulu.cli.printing import counted, print_outcome, store_options
 from tanghulu.conductor.peers.group import ATTRIBUTE as PEERS
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.open import HELP, instances_now
@@ -48,10 +48,7 @@ def COMMAND(instance: str, discovery: str, namespace: str, master: Masters, as_j
         reply = asyncio.run(_end(found, master))
         outcome = {"id": found.id, "num_requests": reply.num_requests, "grace_s": reply.grace_s}
         text = f"{found.id} ends within {reply.grace_s:g} s; {counted(reply.num_requests, 'request')} under way there"
-    if as_json:
-        print_json(outcome)
-    else:
-        click.echo(text)
+    print_outcome(as_json, outcome, text)
 
 
 async def _find(wanted: str, discovery: str, namespace: str, master: Masters) -> Instance:
@@ -60,7 +57,7 @@ async def _find(wanted: str, discovery: str, namespace: str, master: Masters) ->
     for instance in there:
         if wanted in (instance.id, str(instance.address)):
             return instance
-    raise InvalidRequest(f"there is no {wanted!r}; there is {', '.join(i.id for i in there) or 'nobody'}")
+    raise InvalidRequest(f"no instance {wanted!r} is registered; there are: {', '.join(i.id for i in there) or 'none'}")
 
 
 async def _end(instance: Instance, master: Masters) -> EndReply:

@@ -21,7 +21,7 @@ from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
 from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import validate_tenant
-from tanghulu.cli.printing import print_json
+from tanghulu.cli.printing import print_json, print_outcome
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import MOST, FiniteRange
 
@@ -65,10 +65,7 @@ def create(file: Path, name: str, tenant: str, rights: tuple[str, ...], as_json:
     """Add a key called NAME to FILE, creating the file if necessary, and print the key. It cannot be shown again."""
     made = new_key()
     add(file, name, made, rights or (KeyRight.INFERENCE.value,), tenant, **numbers)
-    if as_json:
-        print_json({"key": made, "name": name, "sha256": hash_of(made)})
-    else:
-        click.echo(made)
+    print_outcome(as_json, {"key": made, "name": name, "sha256": hash_of(made)}, made)
 
 
 @COMMAND.command("secret", short_help="Make a cluster secret in a file.")
@@ -77,7 +74,7 @@ def secret(file: Path) -> None:
     """Make a cluster secret in FILE, which must not exist yet; start all processes with --cluster-secret @FILE."""
     if file.exists():
         raise ConfigError(
-            f"{file} exists: a new secret makes all stored KV useless; remove it first, or choose another"
+            f"{file} exists, and a new secret makes all stored KV useless; remove the file first, or choose another"
         )
     print(f"--cluster-secret @{make_cluster_secret(file)}")
 
@@ -85,7 +82,7 @@ def secret(file: Path) -> None:
 def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = "", **numbers: float) -> None:
     """Add ``key`` to ``file``; raises ConfigError for an invalid file or name."""
     if file.suffix == ".json":
-        raise ConfigError(f"{file}: keys are added to TOML files only; enter the SHA-256 of a new one by hand")
+        raise ConfigError(f"{file}: keys are added to TOML files only; enter the SHA-256 of a new key by hand")
     lines = ["[[keys]]", f"name = {json.dumps(name)}"]
     if tenant:
         lines.append(f'tenant = "{validate_tenant(tenant)}"')
@@ -121,7 +118,7 @@ def revoke(file: Path, name: str) -> None:
     if name not in ApiKeysFile(file, called=str(file)).table.keys:
         raise InvalidRequest(f"{file} has no key {name!r}")
     if file.suffix == ".json":
-        raise ConfigError(f"{file}: keys are removed from TOML files only; take its entry out by hand")
+        raise ConfigError(f"{file}: keys are removed from TOML files only; remove its entry by hand")
     with _changing(file) as lines:
         begin, end = _place_of(lines, name)
         del lines[begin:end]
@@ -152,7 +149,7 @@ def _place_of(lines: list[str], name: str) -> tuple[int, int]:
         end = next(following, len(lines))
         if any(named.match(line) for line in lines[begin:end]):
             return begin, end
-    raise ConfigError(f"the entry of {name!r} is not written as [[keys]]; take it out by hand")
+    raise ConfigError(f"the entry of {name!r} is not written as [[keys]]; remove it by hand")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from tanghulu.runtime.config import (
     variables,
     variables_of,
 )
-from tanghulu.runtime.descriptors import require_descriptors
+from tanghulu.runtime.limits import require_descriptors
 from tanghulu.types import printable
 from tanghulu.version import __version__
 

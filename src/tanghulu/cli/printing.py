@@ -1,14 +1,19 @@
-"""Shared parts of the commands of ``tanghulu store``: options, tables for people, JSON for programs."""
+"""Shared parts of the commands: options, tables for people, JSON for programs, private files."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterable
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -69,8 +74,29 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
+def print_outcome(as_json: bool, value: Any, text: str) -> None:
+    """Print ``value`` as JSON for programs, or ``text`` for people."""
+    if as_json:
+        print_json(value)
+    else:
+        click.echo(text)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
     """Print rows under ``columns``; without columns, the rows alone."""
+    wide_console().print(table_of(columns, rows))
+
+
+def print_rows(as_json: bool, value: Any, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Print ``value`` as JSON for programs, or a table for people."""
+    if as_json:
+        print_json(value)
+    else:
+        print_table(columns, rows)
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> Table:
+    """Return a table for ``wide_console``."""
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
     for row in rows:
         cells = [Text(printable(str(cell))) for cell in row]  # not str: rich would parse "[x]" in a key as markup
@@ -79,4 +105,21 @@ def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None
         table.add_row(*cells)
     for column in table.columns:
         column.overflow = "fold"
-    wide_console().print(table)
+    return table
+
+
+def show_live(console: Console, shown: Callable[[], Table], interval_s: float, count: int | None = None) -> None:
+    """Refresh a table on the terminal every ``interval_s``, ``count`` times; without one until Ctrl-C, on all of it."""
+    with Live(shown(), console=console, auto_refresh=False, screen=count is None) as display:
+        for _ in itertools.count() if count is None else range(count):
+            time.sleep(interval_s)
+            display.update(shown(), refresh=True)
+
+
+def write_private(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace the file ``path``, at once and with this mode from the start."""
+    scratch = path.with_name(f"{path.name}.new")
+    scratch.unlink(missing_ok=True)
+    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+    scratch.replace(path)

@@ -14,7 +14,6 @@ Children get the names of these files and never a secret, so none appears in ``p
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import Right, new_token
 from tanghulu.cli import certs, keys
+from tanghulu.cli.printing import write_private
 from tanghulu.errors import ConfigError
 
 _CERTIFICATES: Final = {"prefill": WORKER, "decode": WORKER, "vllm-worker": WORKER}
@@ -86,7 +86,7 @@ def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
             _make_tokens(folder)
         if not (folder / "keys.toml").exists():
             key = new_key()
-            _write(folder / "api.key", key)
+            write_private(folder / "api.key", f"{key}\n".encode())
             keys.add(folder / "keys.toml", "operator", key, (KeyRight.ADMIN.value,))
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
@@ -108,19 +108,10 @@ def _make_tokens(folder: Path) -> None:
     entries = []
     for name, rights in _TOKENS.items():
         token = new_token()
-        _write(folder / f"{name}.token", token)
+        write_private(folder / f"{name}.token", f"{token}\n".encode())
         named = ", ".join(f'"{right.value}"' for right in rights)
         entries.append(f'[[tokens]]\nname = "{name}"\nrights = [{named}]\nsha256 = "{hash_of(token)}"\n')
-    _write(folder / "tokens.toml", "\n".join(entries))
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is private to its owner from the start."""
-    scratch = path.with_name(f"{path.name}.new")
-    scratch.unlink(missing_ok=True)
-    with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text + "\n")
-    scratch.replace(path)
+    write_private(folder / "tokens.toml", ("\n".join(entries) + "\n").encode())
 
 
 @click.group("secrets", help="Make the secrets of a cluster: certificates, tokens, an API key.")

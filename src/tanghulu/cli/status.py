@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import click
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tanghulu.cli.printing import print_json, store_options, wide_console
+from tanghulu.cli.printing import print_json, show_live, store_options, table_of, wide_console
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.discovery.open import HELP, instances_now
@@ -25,7 +23,7 @@ from tanghulu.runtime.scraping import scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import aio
 from tanghulu.store.client.model import MasterView, NodeView
-from tanghulu.types import Address, InstanceId, Role, format_size, printable
+from tanghulu.types import Address, InstanceId, Role, format_size
 
 _DEADLINE_S = 5.0
 
@@ -168,17 +166,17 @@ def _node_of(view: NodeView) -> Instance:
 
 
 def _table(status: ClusterStatus) -> Table:
-    table = Table("role", "id", "address", "health", "load", "hits", "up for", "metrics", box=None, pad_edge=False)
+    rows = []
     for part in status.parts:
         hits = "-" if part.hit_ratio is None else f"{part.hit_ratio:.1%}"
         since = "-" if part.uptime_s is None else _span(part.uptime_s)
-        cells = (part.role, part.id, part.address, part.health, part.load, hits, since, part.metrics_address or "-")
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        rows.append(
+            (part.role, part.id, part.address, part.health, part.load, hits, since, part.metrics_address or "-")
+        )
+    table = table_of(("role", "id", "address", "health", "load", "hits", "up for", "metrics"), rows)
     if status.problems:
         table.caption = Text("\n".join(status.problems))
         table.caption_justify = "left"
-    for column in table.columns:
-        column.overflow = "fold"
     return table
 
 
@@ -212,7 +210,7 @@ def COMMAND(discovery: str, namespace: str, watch: bool, interval_s: float, mast
         return asyncio.run(look(master, discovery, namespace))
 
     if watch and console.is_terminal and not as_json:
-        _show_live(console, shown, interval_s)
+        show_live(console, lambda: _table(shown()), interval_s)
         return
     for number in itertools.count():
         if number:
@@ -226,10 +224,3 @@ def COMMAND(discovery: str, namespace: str, watch: bool, interval_s: float, mast
             break
     if status.problems:
         raise SystemExit(1)
-
-
-def _show_live(console: Console, shown: Callable[[], ClusterStatus], interval_s: float) -> None:
-    with Live(_table(shown()), console=console, auto_refresh=False, screen=True) as display:
-        while True:
-            time.sleep(interval_s)
-            display.update(_table(shown()), refresh=True)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from tanghulu.cli import store_admin, store_top
-from tanghulu.cli.printing import counted, print_json, print_table, store_options
+from tanghulu.cli.printing import counted, print_json, print_outcome, print_rows, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import FiniteRange, command
@@ -49,11 +49,9 @@ def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> N
     """List the keys that begin with PREFIX, with their sizes and the nodes that hold them."""
     with connect(master) as store:
         keys = store.list_keys(prefix, limit=limit or None, after=after)
-    if as_json:
-        print_json(plain(keys))
-        return
-    print_table(("key", "size", "nodes"), ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys))
-    if limit and len(keys) == limit:
+    lines = ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys)
+    print_rows(as_json, plain(keys), ("key", "size", "nodes"), lines)
+    if not as_json and limit and len(keys) == limit:
         click.echo(f"(the first {limit}; --limit 0 lists all, --after {_quoted(keys[-1].key)} the next)", err=True)
 
 
@@ -105,16 +103,13 @@ def _described(info: ChunkInfo) -> list[tuple[str, str]]:
 def _totals(store: Client, as_json: bool) -> None:
     nodes = store.nodes()
     totals = rows.totals(nodes)
-    if as_json:
-        print_json(totals)
-        return
     shown = [
         ("nodes", totals["num_nodes"]),
         ("chunks", f"{totals['num_chunks']}, each copy counted"),
         ("memory", f"{format_size(totals['used_bytes'])} of {format_size(totals['capacity_bytes'])}"),
         ("ssd", f"{format_size(totals['ssd_used_bytes'])} of {format_size(totals['ssd_capacity_bytes'])}"),
     ]
-    print_table((), shown)
+    print_rows(as_json, totals, (), shown)
 
 
 @COMMAND.command(short_help="List the store nodes.")
@@ -123,9 +118,6 @@ def nodes(master: Masters, as_json: bool) -> None:
     """List the store nodes: addresses, contents, time since last contact."""
     with connect(master) as store:
         found = store.nodes()
-    if as_json:
-        print_json(plain(found))
-        return
     lines = (
         (
             node.id,
@@ -140,7 +132,7 @@ def nodes(master: Masters, as_json: bool) -> None:
         )
         for node in found
     )
-    print_table(("node", "address", "place", "used", "ssd", "chunks", "seen"), lines)
+    print_rows(as_json, plain(found), ("node", "address", "place", "used", "ssd", "chunks", "seen"), lines)
 
 
 def _state(node: NodeView) -> str:
@@ -166,14 +158,8 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
         raise InvalidRequest(f"cannot read {file.name}: {error.strerror}") from error
     with connect(master) as store:
         status = store.put(key, value, replicas=replicas, pin=pin, ttl_s=ttl_s)
-    if as_json:
-        print_json(rows.put(status))
-    else:
-        click.echo(
-            f"{printable(key)} was there already"
-            if status.existed
-            else f"{printable(key)} is on {counted(status.num_replicas, 'node')}"
-        )
+    done = "was there already" if status.existed else f"is on {counted(status.num_replicas, 'node')}"
+    print_outcome(as_json, rows.put(status), f"{printable(key)} {done}")
 
 
 @COMMAND.command(short_help="Write a value to standard output or a file.")
@@ -222,20 +208,17 @@ def rm(keys: tuple[str, ...], matching: str | None, dry_run: bool, master: Maste
         return
     with connect(master) as store:
         outcome = RemovalOutcome(store.remove_matching(matching)) if matching else perform(orders.remove, store, keys)
-    if as_json:
-        print_json(outcome.row())
-    else:
-        click.echo(f"removed {outcome.num_removed}")
+    print_outcome(as_json, outcome.row(), f"removed {outcome.num_removed}")
     outcome.raise_failure()
 
 
 def _would_remove(pattern: str | None, master: Masters, as_json: bool) -> None:
     if pattern is None:
-        raise click.UsageError("--dry-run goes with --matching")
+        raise click.UsageError("--dry-run requires --matching")
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+        raise InvalidRequest(f"{pattern!r} is not a regular expression: {error}") from None
     with connect(master) as store:
         found = [info.key for info in store.list_keys() if wanted.search(info.key)]
     if as_json:
@@ -254,10 +237,7 @@ def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> No
     """Show the nodes' eviction policy, or switch it to NAME at run time; chunks and their order are kept."""
     with connect(master) as store:
         policies = perform(orders.policy, store, node_id, name)
-    if as_json:
-        print_json(policies)
-        return
-    print_table(("node", "policy"), policies.items())
+    print_rows(as_json, policies, ("node", "policy"), policies.items())
 
 
 def _serve(config: GatewayConfig) -> None:

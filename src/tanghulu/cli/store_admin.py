@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import OF_OPERATORS, Right, new_token, validate_tenant
-from tanghulu.cli.printing import counted, print_json, print_table, store_options
+from tanghulu.cli.printing import counted, print_json, print_outcome, print_rows, print_table, store_options
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import MOST, FiniteRange
@@ -38,10 +38,8 @@ def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_js
     """
     with connect(master) as store:
         outcome = _drain(store, node, wait, timeout_s, show=not as_json)
-    if as_json:
-        print_json(outcome)
-    else:
-        click.echo(f"{node} is drained: safe to stop" if wait else f"{node} is draining; see `tanghulu store nodes`")
+    text = f"{node} is drained: safe to stop" if wait else f"{node} is draining; see `tanghulu store nodes`"
+    print_outcome(as_json, outcome, text)
 
 
 def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, show: bool) -> Row:
@@ -67,10 +65,7 @@ def undrain(node: str, master: Masters, as_json: bool) -> None:
     """Let NODE accept new chunks again; copies made by drain stay on the other nodes."""
     with connect(master) as store:
         outcome = perform(orders.undrain, store, node)
-    if as_json:
-        print_json(outcome)
-    else:
-        click.echo(f"{node} takes chunks again")
+    print_outcome(as_json, outcome, f"{node} takes chunks again")
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> int:
@@ -131,10 +126,8 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
     with connect(master) as store:
         missing = perform(orders.missing, store, keys)
         outcome = perform(orders.replicate, store, keys, holders, for_s)
-    if as_json:
-        print_json(outcome)
-    else:
-        click.echo(f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
+    text = f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s"
+    print_outcome(as_json, outcome, text)
     orders.raise_missing(missing)
 
 
@@ -181,9 +174,7 @@ def masters_command(master: Masters, as_json: bool) -> None:
     """
     with connect(master) as store:
         found = store.masters()
-    if as_json:
-        print_json([{**plain(each), "state": _state(each)} for each in found])
-        return
+    value = [{**plain(each), "state": _state(each)} for each in found]
     lines = (
         (
             each.address or str(master),
@@ -195,7 +186,7 @@ def masters_command(master: Masters, as_json: bool) -> None:
         )
         for each in found
     )
-    print_table(("master", "ranges", "term", "", "keys", "state"), lines)
+    print_rows(as_json, value, ("master", "ranges", "term", "", "keys", "state"), lines)
 
 
 def _state(master: MasterView) -> str:
@@ -214,10 +205,7 @@ def tenants(master: Masters, as_json: bool) -> None:
     """
     with connect(master) as store:
         found = store.tenants()
-    if as_json:
-        print_json([plain(each) for each in found])
-        return
-    rows = (
+    lines = (
         (
             each.tenant or "(none)",
             format_size(each.used_bytes),
@@ -230,17 +218,18 @@ def tenants(master: Masters, as_json: bool) -> None:
         )
         for each in found
     )
-    print_table(("tenant", "used", "share", "quota", "chunks", "hits", "misses", "evictions"), rows)
+    columns = ("tenant", "used", "share", "quota", "chunks", "hits", "misses", "evictions")
+    print_rows(as_json, [plain(each) for each in found], columns, lines)
 
 
 def _quota(tenant: TenantView) -> str:
-    said = []
+    limits = []
     if tenant.quota_bytes:
-        said.append(f"{format_size(tenant.quota_bytes)} a node")
+        limits.append(f"{format_size(tenant.quota_bytes)} a node")
     if tenant.cluster_quota_bytes:
         filled = tenant.used_bytes / tenant.cluster_quota_bytes
-        said.append(f"{format_size(tenant.cluster_quota_bytes)} in all ({filled:.0%} used)")
-    return ", ".join(said) or "-"
+        limits.append(f"{format_size(tenant.cluster_quota_bytes)} in all ({filled:.0%} used)")
+    return ", ".join(limits) or "-"
 
 
 @click.command(short_help="Make a token for the tokens file.")
@@ -263,7 +252,7 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
         validate_tenant(tenant)
         for right, why in OF_OPERATORS.items():
             if right.value in rights:
-                raise click.UsageError(f"{right.value} is a right of operators, because {why}: leave --tenant out")
+                raise click.UsageError(f"{right.value} is a right of operators, because {why}; omit --tenant")
     chosen = rights or ((Right.READ.value, Right.WRITE.value) if tenant else (Right.ADMIN.value,))
     made = new_token()
     if as_json:
@@ -321,7 +310,7 @@ def _complain(left: Counter[Kind]) -> None:
     if left[Kind.CORRUPT]:
         raise ChecksumMismatch(f"{counted(left[Kind.CORRUPT], 'corrupt chunk')}; see --repair")
     if left[Kind.SILENT]:
-        raise NodeUnavailable(f"{counted(left[Kind.SILENT], 'node')} did not answer; the others were looked at")
+        raise NodeUnavailable(f"{counted(left[Kind.SILENT], 'node')} did not answer; the others were checked")
     if left:
         raise Disagreement(f"the directory and the nodes differ in {counted(left.total(), 'chunk')}; see --repair")
 

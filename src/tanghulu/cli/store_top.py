@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import click
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.cli.printing import print_json, store_options, wide_console
+from tanghulu.cli.printing import print_json, show_live, store_options, table_of, wide_console
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import FiniteRange
 from tanghulu.runtime.scraping import Samples, scrape, summed
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.types import format_size, printable
+from tanghulu.types import format_size
 
 _COUNTERS = {
     "puts": "tanghulu_node_puts_total",
@@ -89,13 +85,13 @@ def _samples(views: list[NodeView], credentials: Credentials) -> dict[str, Sampl
 
 def _table(rows: list[Row]) -> Table:
     columns = ("node", "used", "chunks", "state", "puts/s", "hits/s", "misses/s", "evictions/s", "read/s", "written/s")
-    table = Table(*columns, box=None, pad_edge=False)
+    lines = []
     for each in rows:
         used = f"{format_size(each.used_bytes)} of {format_size(each.capacity_bytes)}"
         counts = ("-" if v is None else f"{v:.0f}" for v in (each.puts, each.hits, each.misses, each.evictions))
         sizes = ("-" if v is None else format_size(v) for v in (each.read_bytes, each.written_bytes))
-        table.add_row(Text(printable(each.node)), used, str(each.num_chunks), each.state, *counts, *sizes)
-    return table
+        lines.append((each.node, used, each.num_chunks, each.state, *counts, *sizes))
+    return table_of(columns, lines)
 
 
 class _View:
@@ -129,7 +125,7 @@ def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool
     with connect(master) as store:
         view = _View(store, master.credentials)
         if console.is_terminal and not as_json:
-            _show_live(view, console, interval_s, count)
+            show_live(console, lambda: _table(view.rows()), interval_s, count)
             return
         view.rows()
         for _ in range(1 if count is None else count):
@@ -139,10 +135,3 @@ def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool
                 print_json([plain(each) for each in rows])
             else:
                 console.print(_table(rows))
-
-
-def _show_live(view: _View, console: Console, interval_s: float, count: int | None) -> None:
-    with Live(_table(view.rows()), console=console, auto_refresh=False, screen=count is None) as display:
-        for _ in itertools.count() if count is None else range(count):
-            time.sleep(interval_s)
-            display.update(_table(view.rows()), refresh=True)

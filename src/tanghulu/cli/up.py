@@ -30,7 +30,7 @@ from tanghulu.errors import ConfigError, TanghuluError, error_from_code
 from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
 from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
-from tanghulu.runtime.machine_memory import refuse_too_much
+from tanghulu.runtime.limits import refuse_too_much
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import own_address, private_directory, stop_signals
 from tanghulu.runtime.tasks import cancelled
@@ -122,21 +122,24 @@ class UpConfig(SecretOptions):
     def __post_init__(self) -> None:
         check_bounds(self)
         if bool(self.prefill) != bool(self.decode):
-            raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
+            raise ConfigError(
+                "--prefill and --decode need each other: set both above 0, or both to 0 to start --workers"
+            )
         self._check_derived_ports()
         if self.cluster_secret and not self.cluster_secret.startswith("@"):
-            raise ConfigError("--cluster-secret of `tanghulu up` is @FILE: all would see it among the processes else")
+            raise ConfigError(
+                "--cluster-secret of `tanghulu up` must be @FILE: as text, every user could read "
+                "it in the list of processes"
+            )
         self.shared_secret()
         if self.conductors > 1 and not (self.port and self.grpc_port):
-            raise ConfigError(
-                "--conductors share a port that is known before they start: --port and --grpc-port above 0"
-            )
+            raise ConfigError("several --conductors share fixed ports: --port and --grpc-port cannot be 0")
         if self.batch_invariant and self.engine != "torch":
-            raise ConfigError("--batch-invariant takes --engine torch")
+            raise ConfigError("--batch-invariant requires --engine torch")
         if self.kv_dtype != "auto" and self.engine != "torch":
-            raise ConfigError("--kv-dtype takes --engine torch")
+            raise ConfigError("--kv-dtype requires --engine torch")
         if self.speculative and self.engine != "torch":
-            raise ConfigError("--speculative takes --engine torch")
+            raise ConfigError("--speculative requires --engine torch")
         if self.store_http_port and not self.secure and not is_loopback(self.host):
             raise ConfigError(
                 f"--store-http-port with --host {self.host} would open the store to everybody: run "
@@ -156,7 +159,7 @@ class UpConfig(SecretOptions):
             most = base + MOST_PORT - max(used)
             raise ConfigError(
                 f"--master-port {base}: the ports of the other processes follow it, up to {max(used)}, and the highest "
-                f"port is {MOST_PORT}; choose one up to {most}, or 0, which picks all"
+                f"port is {MOST_PORT}; choose one up to {most}, or 0 to pick all"
             )
         if len(set(used)) < len(used):
             raise ConfigError(
@@ -307,8 +310,8 @@ class Cluster:
                 return
         self._board.show(name, message)
         for end in outcome:
-            said = f'; it said last: "{last_words}"' if last_words and last_words not in end.because else ""
-            self._failure = f"{end.because}{said}; see {self._children[name].log_path}"
+            last = f'; its last line was: "{last_words}"' if last_words and last_words not in end.because else ""
+            self._failure = f"{end.because}{last}; see {self._children[name].log_path}"
             self._end()
         self._wake.set()
 
@@ -416,7 +419,7 @@ def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
     tables = {role: table_in(file, role) for role in _PARTS} if file is not None else {}
     for role, table in tables.items():
         for key in sorted(table.keys() & _DECIDED_HERE):
-            raise ConfigError(f"{file}: [{role}] {key} is decided by `tanghulu up` for all its processes; take it out")
+            raise ConfigError(f"{file}: [{role}] {key} is set by `tanghulu up` for all its processes; remove it")
     return tables
 
 

@@ -13,8 +13,7 @@ import structlog
 
 from tanghulu.discovery.base import Discovery, Instance, Registration
 from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
-from tanghulu.runtime.backoff import Backoff
-from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.clock import Backoff, SystemClock
 
 _log = structlog.get_logger(__name__)
 #: Seconds that a starting process looks for any answer, and, after an answer, for a leading master: several masters

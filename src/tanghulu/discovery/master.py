@@ -51,8 +51,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call
 from tanghulu.rpc.streams import receive_all
 from tanghulu.rpc.wire import Body
-from tanghulu.runtime.backoff import Backoff
-from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.clock import Backoff, SystemClock
 from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)

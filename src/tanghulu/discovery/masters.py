@@ -14,7 +14,7 @@ from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
 from tanghulu.discovery.instance_wire import instance_from_bytes
 from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.types import Address
 
 #: Pause between two attempts to find the leader, or to reach a single master again, initially and at most.

@@ -1,7 +1,7 @@
 """Eviction policies: the order in which chunks are evicted when room is needed."""
 
 from tanghulu.eviction.base import Policy
-from tanghulu.eviction.ordered import Lru
 from tanghulu.eviction.policies import POLICIES, make_policy
+from tanghulu.eviction.simple import Lru
 
 __all__ = ["POLICIES", "Lru", "Policy", "make_policy"]

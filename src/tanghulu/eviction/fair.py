@@ -19,7 +19,7 @@ from tanghulu.parted_dict import PartedDict
 from tanghulu.types import ChunkKey
 
 
-class Fair:
+class Fair(Policy):
     """An eviction order made of one ``make_inner`` policy for each tenant; see the module.
 
     ``weight_of`` returns a tenant's share, above 0; shares are only compared with each other. ``on_evicted`` receives

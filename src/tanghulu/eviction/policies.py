@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.eviction.base import Policy
-from tanghulu.eviction.lfu import Lfu
-from tanghulu.eviction.ordered import Fifo, Lru
 from tanghulu.eviction.reuse import Reuse
 from tanghulu.eviction.s3fifo import S3Fifo
-from tanghulu.eviction.sieve import Sieve
+from tanghulu.eviction.simple import Fifo, Lfu, Lru, Sieve
 
 POLICIES: dict[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, Fifo, Sieve, S3Fifo, Lfu, Reuse)}
 

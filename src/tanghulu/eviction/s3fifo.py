@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from tanghulu.eviction.base import Policy
 from tanghulu.types import ChunkKey
 
 MAX_READS = 3
@@ -22,7 +23,7 @@ MAX_READS = 3
 SMALL_SHARE = 10
 
 
-class S3Fifo:
+class S3Fifo(Policy):
     """Evicts new keys that are not read soon; gives keys that were read more time."""
 
     name = "s3-fifo"
@@ -36,9 +37,6 @@ class S3Fifo:
     def num_ghosts(self) -> int:
         """Number of ghosts, at most the number of resident keys plus one."""
         return len(self._ghosts)
-
-    def begin_batch(self) -> None:
-        """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Add ``key``: to the main queue if recently evicted, else to the small one."""

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable, PeerSilent, Unauthorized
-from tanghulu.rpc.pacing import notice_dead_peer, unpace_within_machine
-from tanghulu.rpc.unix_sockets import dial_nearby
+from tanghulu.rpc.sockets import dial_nearby, notice_dead_peer, unpace_within_machine
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 

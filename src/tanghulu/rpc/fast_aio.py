@@ -25,8 +25,7 @@ from tanghulu.errors import (
 from tanghulu.rpc.dialling import is_silence
 from tanghulu.rpc.fast_client import LateReplies, Reply, deliver_late, error_in, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
-from tanghulu.rpc.pacing import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
-from tanghulu.rpc.unix_sockets import dial_nearby
+from tanghulu.rpc.sockets import SILENT_HOST_S, dial_nearby, notice_dead_peer, unpace_within_machine
 from tanghulu.rpc.wire import Body, encode
 from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
@@ -259,7 +258,7 @@ class AsyncFastConnection(asyncio.Protocol):
         head = encode_head(method, call_id, len(body), 0)
         unsent_bytes = transport.get_write_buffer_size()
         if unsent_bytes + len(body) > most_unsent_bytes:
-            raise Overloaded(f"{self.peer} takes no messages: {unsent_bytes} bytes are unsent")
+            raise Overloaded(f"{self.peer} reads too slowly: {unsent_bytes} bytes are unsent; try again later")
         transport.write(head + body)
 
     def pause_reading(self) -> None:

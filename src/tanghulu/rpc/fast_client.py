@@ -13,14 +13,15 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, PeerSilent, TanghuluError
 from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial, is_silence
-from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
+from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.wire import Body, Failure, encode, parser_of
 from tanghulu.types import Address
 
@@ -95,9 +96,9 @@ class FastConnection:
         self._numbers = itertools.count()
         self._closed = False
         self.timed_out = False  # a call took too long, and so broke the connection
-        self._rest = b""  # received beyond the last frame
-        self._num_missing = 0  # of the frame that is being received
-        self._abandoned: dict[int, type[Any]] = {}  # abandoned calls, and the types of their replies
+        self._reader = FrameReader()
+        self._frames: deque[Frame] = deque()  # received and not yet taken
+        self._outstanding: dict[int, type[Any]] = {}  # calls without a reply, and the types of their replies
         self._posted: dict[int, Call[Any]] = {}  # of these, the posted ones
         self._on_late = on_late or {}
         try:
@@ -131,7 +132,7 @@ class FastConnection:
     @property
     def has_late_replies(self) -> bool:
         """Whether replies are outstanding that ``on_late`` wants."""
-        return not self._on_late.keys().isdisjoint(self._abandoned.values())
+        return not self._on_late.keys().isdisjoint(self._outstanding.values())
 
     @property
     def unanswered(self) -> list[Call[Any]]:
@@ -156,11 +157,12 @@ class FastConnection:
         return False
 
     def _take_abandoned(self, frame: Frame) -> None:
-        """Deliver or drop an abandoned reply."""
-        reply_type = self._abandoned.pop(frame.call_id, None)
+        """Deliver or drop an abandoned reply; raises the error in a reply to no call."""
+        reply_type = self._outstanding.pop(frame.call_id, None)
+        if reply_type is None:
+            raise _stray(self.peer, frame)
         self._posted.pop(frame.call_id, None)
         if reply_type in self._on_late:
-            assert reply_type is not None
             deliver_late(self._on_late, reply_type, outcome_of(reply_type, frame))
 
     def call(
@@ -200,32 +202,16 @@ class FastConnection:
         until = time.monotonic() + deadline_s
         return SentCall(self, call.reply_type, self._alone(self._begin, call, deadline_s), until)
 
-    def _begin(self, call: Call[Any], until: float) -> int:
-        call_id = call_id_of(next(self._numbers))
-        try:
-            self._send(call, call_id, until)
-        except BaseException:  # as in ``_exchange_one``
-            self._abandoned[call_id] = call.reply_type
-            raise
-        return call_id
-
     def end(self, call_id: int, reply_type: type[R], deadline_s: float) -> Reply[R] | TanghuluError:
         """Return the reply to a begun call; raises like ``call_many``."""
         return self._alone(self._end, (call_id, reply_type), deadline_s)
 
     def _end(self, wanted: tuple[int, type[R]], until: float) -> Reply[R] | TanghuluError:
-        try:
-            frame = self._receive(until)
-        except BaseException:  # an interrupt, too; everything is re-raised
-            self._abandoned[wanted[0]] = wanted[1]
-            raise
-        if frame.call_id != wanted[0]:
-            raise _stray(self.peer, frame)
-        return outcome_of(wanted[1], frame)
+        call_id, reply_type = wanted
+        return outcome_of(reply_type, self._receive((call_id,), until))
 
-    def leave(self, call_id: int, reply_type: type[Any]) -> None:
+    def leave(self, reply_type: type[Any]) -> None:
         """Abandon the reply to a begun call. If it must be taken, the connection is reserved for it."""
-        self._abandoned[call_id] = reply_type
         if reply_type in self._on_late:
             self._closed = True
 
@@ -236,7 +222,9 @@ class FastConnection:
     def _alone(self, exchange: Callable[[Q, float], A], wanted: Q, deadline_s: float) -> A:
         until = time.monotonic() + deadline_s
         if not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=max(deadline_s, 0.0))):
-            raise DeadlineExceeded(f"other calls to {self.peer} took more than {deadline_s:g} s")
+            raise DeadlineExceeded(
+                f"other calls kept the connection to {self.peer} busy for more than {deadline_s:g} s"
+            )
         try:
             if self._closed:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
@@ -254,23 +242,22 @@ class FastConnection:
         finally:
             self._lock.release()
 
-    def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
+    def _begin(self, call: Call[Any], until: float) -> int:
+        """Send ``call`` and return its id: it is outstanding until its reply is taken, whatever interrupts us."""
         call_id = call_id_of(next(self._numbers))
-        try:
-            self._send(call, call_id, until)
-            frame = self._receive(until)
-        except BaseException:  # an interrupt, too, which may come after sending; everything is re-raised
-            self._abandoned[call_id] = call.reply_type
-            raise
-        if frame.call_id != call_id:
-            raise _stray(self.peer, frame)
-        return outcome_of(call.reply_type, frame)
+        self._outstanding[call_id] = call.reply_type
+        self._send(call, call_id, until)
+        return call_id
+
+    def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
+        call_id = self._begin(call, until)
+        return outcome_of(call.reply_type, self._receive((call_id,), until))
 
     def _post(self, call: Call[R], until: float) -> None:
-        while len(self._abandoned) >= _MAX_ABANDONED:
+        while len(self._outstanding) >= _MAX_ABANDONED:
             self._take_abandoned(self._receive_next(until))
         call_id = call_id_of(next(self._numbers))
-        self._abandoned[call_id], self._posted[call_id] = call.reply_type, call
+        self._outstanding[call_id], self._posted[call_id] = call.reply_type, call
         self._send(call, call_id, until)
 
     def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
@@ -279,36 +266,30 @@ class FastConnection:
         in_flight_bytes = 0
 
         def take_reply() -> int:
-            frame = self._receive(until)
-            if frame.call_id not in pending:
-                raise _stray(self.peer, frame)
+            frame = self._receive(pending, until)
             index, size = pending.pop(frame.call_id)
             outcomes[index] = outcome_of(calls[index].reply_type, frame)
             return size
 
         try:
             for index, call in enumerate(calls):
-                call_id = call_id_of(next(self._numbers))
-                body = call.body
-                size = len(body) + sum([memoryview(part).nbytes for part in call.attachment])
+                call = Call(call.method, call.body, call.reply_type, call.attachment)
+                size = len(call.body) + sum([memoryview(part).nbytes for part in call.attachment])
                 while pending and in_flight_bytes + size > _WINDOW_BYTES:
                     in_flight_bytes -= take_reply()
-                pending[call_id] = (index, size)  # before sending: an interrupt may follow
                 in_flight_bytes += size
-                self._send(call, call_id, until, body)
+                pending[self._begin(call, until)] = (index, size)
             while pending:
                 take_reply()
         except BaseException:  # an interrupt, too; everything is re-raised
-            for call_id, (index, _) in pending.items():
-                self._abandoned[call_id] = calls[index].reply_type
             for index, outcome in outcomes.items():
                 deliver_late(self._on_late, calls[index].reply_type, outcome)
             raise
         return [outcomes[index] for index in range(len(calls))]
 
-    def _send(self, call: Call[R], call_id: int, until: float, body: bytes | None = None) -> None:
-        """Send with one system call in the usual case, whatever the attachment; ``body`` if it is encoded already."""
-        body, attachment = call.body if body is None else body, call.attachment
+    def _send(self, call: Call[Any], call_id: int, until: float) -> None:
+        """Send with one system call in the usual case, whatever the attachment."""
+        body, attachment = call.body, call.attachment
         size = sum([memoryview(part).nbytes for part in attachment]) if attachment else 0
         head = encode_head(call.method, call_id, len(body), size) + body
         parts = [head, *attachment][:_MAX_PARTS]
@@ -332,35 +313,36 @@ class FastConnection:
             except BlockingIOError:
                 self._check_deadline(until)
 
-    def _receive(self, until: float) -> Frame:
-        """Return the next frame with a waiter."""
-        frame = self._receive_next(until)
-        while frame.call_id in self._abandoned:
-            self._take_abandoned(frame)
+    def _receive(self, awaited: Container[int], until: float) -> Frame:
+        """Return the next reply to one of the calls ``awaited``, and take the abandoned ones before it."""
+        while True:
             frame = self._receive_next(until)
-        return frame
+            if frame.call_id in awaited:
+                del self._outstanding[frame.call_id]
+                return frame
+            self._take_abandoned(frame)
 
     def _receive_next(self, until: float) -> Frame:
-        """Return the next frame, with one system call if it is small and there already."""
-        data: bytes | bytearray = self._rest or self._receive_some(until)
-        if not self._rest and len(data) >= HEAD.size:
-            body_bytes, attachment_bytes, method, call_id = decode_head(data)
-            start = HEAD.size + body_bytes
-            if start + attachment_bytes == len(data):
-                return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:])
-        try:
-            while len(data) < HEAD.size:
-                data += self._receive_some(until)
-        except BaseException:  # as below
-            self._rest = bytes(data)
-            raise
-        body_bytes, attachment_bytes, method, call_id = decode_head(data)
-        start = HEAD.size + body_bytes
-        end = start + attachment_bytes
-        self._rest = bytes(data[end:])
-        if len(data) < end:
-            data = self._receive_rest(data, end, until)
-        return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:end])
+        """Return the next frame, with one system call if it is small and there already.
+
+        What has arrived of a frame is kept when the time is up, or an interrupt ends the wait.
+        """
+        frames, reader = self._frames, self._reader
+        while not frames:
+            partial = reader.partial
+            if partial is not None:
+                partial.filled(self._receive_into(partial.rest, until))
+                if not partial.missing:
+                    frames.append(reader.finish())
+                else:
+                    self._check_deadline(until)
+                continue
+            data = self._receive_some(until)
+            only = reader.whole(data)
+            if only is not None:
+                return only
+            frames.extend(reader.feed(data))
+        return frames.popleft()
 
     def _receive_some(self, until: float) -> bytes:
         while True:
@@ -373,22 +355,8 @@ class FastConnection:
                 raise NodeUnavailable(f"{self.peer} closed the connection")
             return data
 
-    def _receive_rest(self, begun: bytes | bytearray, size: int, until: float) -> bytearray:
-        """Receive a frame of ``size`` bytes beginning with ``begun``; if the rest times out, what arrived is kept."""
-        frame = bytearray(size)
-        frame[: len(begun)] = begun
-        rest = memoryview(frame)[len(begun) :]
-        try:
-            self._fill(rest, until)
-        except BaseException:  # an interrupt, too; everything is re-raised
-            self._rest = bytes(frame[: size - self._num_missing])
-            raise
-        return frame
-
-    def _fill(self, rest: memoryview, until: float) -> None:
-        """Receive all of ``rest``, updating ``_num_missing``."""
-        self._num_missing = len(rest)
-        while rest:
+    def _receive_into(self, rest: memoryview, until: float) -> int:
+        while True:
             try:
                 count = self._socket.recv_into(rest)
             except BlockingIOError:
@@ -396,10 +364,7 @@ class FastConnection:
                 continue
             if not count:
                 raise NodeUnavailable(f"{self.peer} closed the connection")
-            rest = rest[count:]
-            self._num_missing = len(rest)
-            if rest:
-                self._check_deadline(until)
+            return count
 
     def _check_deadline(self, until: float) -> None:
         if time.monotonic() >= until:
@@ -413,7 +378,7 @@ class FastConnection:
         until = time.monotonic() + deadline_s
         if self._lock.acquire(blocking=False):
             try:
-                while self._abandoned and not self._closed:
+                while self._outstanding and not self._closed:
                     self._take_abandoned(self._receive_next(until))
             except (TanghuluError, OSError):
                 pass
@@ -452,14 +417,14 @@ class SentCall(Generic[R]):
         """Abandon the reply if it has not been taken."""
         if self._open:
             self._open = False
-            self.connection.leave(self._call_id, self._reply_type)
+            self.connection.leave(self._reply_type)
 
 
 def deliver_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
     """Deliver a reply that nobody waits for any more."""
-    tell = on_late.get(reply_type)
-    if tell is not None and isinstance(outcome, Reply):
-        tell(outcome.message)
+    deliver = on_late.get(reply_type)
+    if deliver is not None and isinstance(outcome, Reply):
+        deliver(outcome.message)
 
 
 def _failed(peer: str, error: OSError) -> NodeUnavailable:
@@ -471,7 +436,7 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
     """Return the error in a reply to no call: with id 0 the peer states why it ends the connection."""
     if frame.call_id == 0 and frame.method == ERROR:
         return error_in(frame)
-    return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
+    return InvalidRequest(f"{peer} answered call {frame.call_id}, which was never made")
 
 
 def error_in(frame: Frame) -> TanghuluError:

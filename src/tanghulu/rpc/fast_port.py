@@ -1,7 +1,7 @@
 """The one port of a process, where its fast lane listens: over TCP, with TLS if it has a certificate, and locally.
 
 Local peers use a Unix socket (mode 0600) in the run directory, or, if they have only the port, the one of
-``unix_sockets``. A connection begins with the preamble; one that begins otherwise, or sends nothing, is closed.
+``sockets``. A connection begins with the preamble; one that begins otherwise, or sends nothing, is closed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -24,9 +24,8 @@ from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.rpc.unix_sockets import listen_nearby, peer_pidfd, peer_process, peer_uid
-from tanghulu.runtime.accepting import accept_no_more
+from tanghulu.rpc.sockets import listen_nearby, peer_pidfd, peer_process, peer_uid, private_files, unpace_within_machine
+from tanghulu.runtime.tasks import accept_no_more
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 
@@ -79,7 +78,7 @@ class FastPort:
             raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another {flag}") from error
         self._servers.append(tcp)
         try:
-            with _private_files():
+            with private_files():
                 unix = await loop.create_unix_server(lambda: _Newcomer(self), self.unix_path, start_serving=False)
         except OSError as error:
             tcp.close()
@@ -169,16 +168,6 @@ async def _follow_files(tls: ServerTls) -> None:
                 _log.info("fast_port.certificates_replaced")
         except ConfigError as error:
             _log.error("fast_port.certificates_not_replaced", error=error.message)
-
-
-@contextlib.contextmanager
-def _private_files() -> Iterator[None]:
-    """Make socket files created inside private to this user."""
-    previous = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(previous)
 
 
 class _Newcomer(asyncio.Protocol):

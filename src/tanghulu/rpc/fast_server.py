@@ -8,7 +8,6 @@ errors; anything else they raise is a bug: it is logged with its trace, answered
 Thirty bytes may request megabytes, so requests are answered only while their peer takes the answers: later ones wait
 as received bytes, and nothing more is read.
 
-It is long because frames, answers, slow peers and the end are one connection's state, which no part could do without.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthori
 from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
-from tanghulu.rpc.pacing import notice_dead_peer
-from tanghulu.rpc.unsent import SLOW_PEER_S, SlowPeer, UnsentAnswers
+from tanghulu.rpc.slow_peers import SLOW_PEER_S, Due, PendingBytes, SlowPeerWatch
+from tanghulu.rpc.sockets import notice_dead_peer
 from tanghulu.rpc.wire import Body, Failure, encode, parser_of
-from tanghulu.runtime.descriptors import refuse_last_descriptors
+from tanghulu.runtime.limits import refuse_last_descriptors
 from tanghulu.runtime.telemetry import RareLog
 
 _log = structlog.get_logger(__name__)
@@ -58,8 +57,6 @@ MAX_STEP_BYTES = 8 << 20
 MAX_STEP_S = 0.001
 #: Unsent bytes at which a peer counts as stopped; its requests are not answered then.
 MAX_PEER_UNSENT_BYTES = 64 << 10
-#: Interval of checking a peer that takes nothing.
-_SLOW_LOOK_S = 1.0
 #: Bytes of unfinished requests of all connections; above this bound, those that have been arriving for ``PRESSED_S``
 #: are given up.
 MAX_COMING_BYTES = 256 << 20
@@ -151,7 +148,7 @@ class AnswerStream:
     def fail(self, error: TanghuluError) -> None:
         """Send the error that ends the messages."""
         assert self._protocol is not None, "the handler has returned by now"
-        self._protocol.fail(self._frame, error)
+        self._protocol.fail(self._frame.call_id, error)
 
     def end(self) -> None:
         """Disconnect when the peer has taken what was sent, or has not in ``SLOW_PEER_S``."""
@@ -191,8 +188,8 @@ class FastService:
     unknown: Strangers[FastServerProtocol] = field(default_factory=lambda: Strangers())
     places: Places = field(default_factory=lambda: Places("connections", CONNECTIONS_ONE_IN))
     latencies: Latencies[str] = field(default_factory=Latencies)
-    unsent: UnsentAnswers = field(default_factory=UnsentAnswers)
-    coming: UnsentAnswers = field(default_factory=partial(UnsentAnswers, MAX_COMING_BYTES))
+    unsent: PendingBytes = field(default_factory=PendingBytes)
+    coming: PendingBytes = field(default_factory=partial(PendingBytes, MAX_COMING_BYTES))
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
     rare_log: RareLog = field(default_factory=lambda: RareLog(_log))
@@ -222,10 +219,8 @@ class FastServerProtocol(asyncio.Protocol):
         self._unknown_bytes = 0  # received before authentication
         self._frames: Iterator[Frame] | None = None  # received and not answered yet
         self._answered_bytes = 0
-        self._slow: SlowPeer | None = None
-        self._looking: asyncio.TimerHandle | None = None
-        self._coming: tuple[PartialFrame, SlowPeer] | None = None  # an incomplete frame
-        self._awaiting: asyncio.TimerHandle | None = None  # checks it
+        self._unsent = SlowPeerWatch(service.unsent, self._due_answers, self._takes_nothing)
+        self._coming = SlowPeerWatch(service.coming, self._due_request, self._comes_too_slowly)
         self._held_up = False  # the peer is slow, or has too many calls in flight
         self._serving = self._will_serve = False
         self._paused = False
@@ -250,15 +245,7 @@ class FastServerProtocol(asyncio.Protocol):
     @property
     def takes(self) -> bool:
         """Whether the peer takes its answers."""
-        return self._slow is None
-
-    def answer(self, frame: Frame, answer: Answer) -> None:
-        """Send one more answer to the call in ``frame``."""
-        self._send(frame, answer)
-
-    def fail(self, frame: Frame, error: TanghuluError) -> None:
-        """Answer the call in ``frame`` with ``error``."""
-        self._send_error(frame.call_id, error)
+        return not self._unsent.is_on
 
     def hang_up(self) -> None:
         """Close after sending what is buffered; after ``SLOW_PEER_S`` in any case."""
@@ -274,7 +261,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._transport.abort()
 
     def _hello_missed(self) -> None:
-        self._end(Unauthorized(f"no HELLO came within {HELLO_S:g} s"))
+        self._end(Unauthorized(f"no HELLO was received within {HELLO_S:g} s"))
 
     def _known(self) -> None:
         self._service.unknown.leave(self)
@@ -307,8 +294,8 @@ class FastServerProtocol(asyncio.Protocol):
         if self._ending is not None:
             self._ending.cancel()
         self._frames = None
-        self._slow_no_more()
-        self._coming_no_more()
+        self._unsent.end()
+        self._coming.end()
         self._known()
         if self._caller is not None:
             self._service.places.give_back(self._caller)
@@ -326,7 +313,11 @@ class FastServerProtocol(asyncio.Protocol):
         if self._service.guarded and self._peer.identity is None:
             self._unknown_bytes += len(data)
             if self._unknown_bytes > MAX_UNKNOWN_BYTES:
-                self._end(Unauthorized("a HELLO with a token comes first, and is not that long"))
+                self._end(
+                    Unauthorized(
+                        f"more than {MAX_UNKNOWN_BYTES} bytes came before a HELLO with a token; send HELLO first"
+                    )
+                )
                 return
         try:
             if self._frames is None and not self._held_up:
@@ -365,8 +356,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._pace()
         partial = self._reader.partial
         if self._frames is None and partial is not None:
-            if self._awaiting is None:
-                self._await_rest(partial)
+            self._coming.begin()
             if partial.missing >= BULK_BYTES:
                 self._read_by(_Bulk(self, partial))
 
@@ -397,7 +387,7 @@ class FastServerProtocol(asyncio.Protocol):
 
     def bulk_ended(self) -> None:
         """Take the completed large frame."""
-        self._coming_no_more()
+        self._coming.end()
         self._read_by(self)
         self._take(self._reader.finish())
 
@@ -406,83 +396,51 @@ class FastServerProtocol(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing() or self._ending is not None:
             return
-        self._send_error(0, error)
+        self.fail(0, error)
         if self._transport.can_write_eof():  # TLS cannot close one direction
             self._transport.write_eof()
         self._ending = asyncio.get_running_loop().call_later(END_WAIT_S, self._transport.close)
 
     def pause_writing(self) -> None:
         """Stop reading from a peer that does not read its answers."""
-        assert self._transport is not None
-        if self._slow is None:
-            loop = asyncio.get_running_loop()
-            self._slow = SlowPeer(self._transport.get_write_buffer_size(), loop.time())
-            self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
-        self._service.unsent.note(self, self._transport.get_write_buffer_size())
+        self._unsent.begin()
         self._pace()
 
     def resume_writing(self) -> None:
         """Resume, as the peer reads again."""
-        self._slow_no_more()
+        self._unsent.end()
         self._pace()
         for stream in self._streams:
             stream.on_room()
 
-    def _slow_no_more(self) -> None:
-        self._slow = None
-        self._service.unsent.note(self, 0)
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
-
-    def _look(self) -> None:
-        """Disconnect a peer that takes too little."""
+    def _due_answers(self) -> Due:
         assert self._transport is not None
-        assert self._slow is not None
-        loop = asyncio.get_running_loop()
         unsent_bytes = self._transport.get_write_buffer_size()
-        self._service.unsent.note(self, unsent_bytes)
-        if self._slow.is_given_up(unsent_bytes, self._service.unsent, loop.time()):
-            self._service.rare_log.warning(
-                "fast_lane.peer_takes_nothing", peer=self._peer.name, unsent_bytes=unsent_bytes
-            )
-            self._transport.abort()
-            return
-        self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
+        return Due(None, unsent_bytes, unsent_bytes)
 
-    def _await_rest(self, partial: PartialFrame) -> None:
-        """Disconnect a peer whose unfinished request arrives too slowly."""
-        loop = asyncio.get_running_loop()
-        service, missing = self._service, partial.missing
-        if self._coming is None or self._coming[0] is not partial or self._paused:  # we are not reading
-            self._coming = partial, SlowPeer(missing, loop.time())
-        elif self._coming[1].is_given_up(missing, service.coming, loop.time()):
-            service.rare_log.warning("fast_lane.request_comes_too_slowly", peer=self._peer.name, missing_bytes=missing)
-            assert self._transport is not None
-            self._transport.abort()
-            return
-        service.coming.note(self, partial.held_bytes)
-        self._awaiting = loop.call_later(_SLOW_LOOK_S, self._look_at_coming)
+    def _takes_nothing(self, unsent_bytes: int) -> None:
+        self._give_up("fast_lane.peer_takes_nothing", unsent_bytes=unsent_bytes)
 
-    def _look_at_coming(self) -> None:
+    def _due_request(self) -> Due | None:
         partial = self._reader.partial
         if partial is None:
-            self._coming_no_more()
-        else:
-            self._await_rest(partial)
+            return None
+        return Due(object() if self._paused else partial, partial.missing, partial.held_bytes)  # paused: not its fault
 
-    def _coming_no_more(self) -> None:
-        self._coming = None
-        self._service.coming.note(self, 0)
-        if self._awaiting is not None:
-            self._awaiting.cancel()
-            self._awaiting = None
+    def _comes_too_slowly(self, missing_bytes: int) -> None:
+        self._give_up("fast_lane.request_comes_too_slowly", missing_bytes=missing_bytes)
+
+    def _give_up(self, event: str, **values: int) -> None:
+        """Disconnect a peer that moves too little."""
+        assert self._transport is not None
+        self._service.rare_log.warning(event, peer=self._peer.name, **values)
+        self._transport.abort()
 
     def _pace(self) -> None:
         """Serve the peer, and read from it, only while it reads from us and has few enough calls in flight."""
         assert self._transport is not None
         most = MAX_CALLS_IN_FLIGHT // 2 if self._held_up else MAX_CALLS_IN_FLIGHT - 1
-        self._held_up = self._slow is not None or len(self._tasks) + self._num_later > most
+        self._held_up = self._unsent.is_on or len(self._tasks) + self._num_later > most
         paused = self._held_up or self._frames is not None
         if paused != self._paused and not self._transport.is_closing():
             self._paused = paused
@@ -506,7 +464,7 @@ class FastServerProtocol(asyncio.Protocol):
     def _dispatch(self, frame: Frame) -> None:
         served = self._service.served.get(frame.method)
         if served is None:
-            self._send_error(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
+            self.fail(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
             return
         method, parse, handler = served
         sink, self._sink = self._sink, None
@@ -518,11 +476,11 @@ class FastServerProtocol(asyncio.Protocol):
                 answer = sink.landed()
             kind = type(answer)
             if kind is not Later and kind is not CoroutineType and kind is not AnswerStream:
-                self._send(frame, cast(Answer, answer))
+                self.answer(frame, cast(Answer, answer))
                 self._service.latencies.took(method.name, perf_counter() - begun)
                 return
         except TanghuluError as error:
-            self._send_error(frame.call_id, error)
+            self.fail(frame.call_id, error)
             self._service.latencies.took(method.name, perf_counter() - begun)
             return
         except Exception:  # noqa: BLE001 - a handler's bug must not end the connection's other calls
@@ -551,16 +509,16 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _send_later(self, frame: Frame, name: str, begun: float, answer: Answer) -> None:
         self._num_later -= 1
-        self._send(frame, answer)
+        self.answer(frame, answer)
         self._service.latencies.took(name, perf_counter() - begun)
         if self._paused and self._transport is not None:
             self._pace()
 
     async def _finish(self, frame: Frame, name: str, begun: float, answer: Coroutine[Any, Any, Answer]) -> None:
         try:
-            self._send(frame, await answer)
+            self.answer(frame, await answer)
         except TanghuluError as error:
-            self._send_error(frame.call_id, error)
+            self.fail(frame.call_id, error)
         except Exception:  # noqa: BLE001 - as above
             self._internal(frame)
         self._service.latencies.took(name, perf_counter() - begun)
@@ -572,30 +530,31 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _internal(self, frame: Frame) -> None:
         _log.exception("fast_lane.handler_failed", method=frame.method, peer=self._peer.name)
-        self._send_error(frame.call_id, TanghuluError(f"internal error in method {frame.method}; see the log"))
+        self.fail(frame.call_id, TanghuluError(f"internal error in method {frame.method}; see the log"))
 
-    def _send(self, frame: Frame, answer: Answer) -> None:
+    def answer(self, frame: Frame, answer: Answer) -> None:
+        """Send an answer to the call in ``frame``."""
         message, attachment = answer if isinstance(answer, tuple) else (answer, ())
         body = encode(message)
         size = sum([len(part) for part in attachment]) if attachment else 0
         self._answered_bytes += len(body) + size
         self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
 
-    def _send_error(self, call_id: int, error: TanghuluError) -> None:
+    def fail(self, call_id: int, error: TanghuluError) -> None:
+        """Answer the call ``call_id`` with ``error``."""
         body = encode(Failure.of(error))
         self._write(encode_head(ERROR, call_id, len(body), 0) + body, ())
 
     def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:
         if self._transport is None or self._ending is not None or self._transport.is_closing():
             return  # nobody reads it now
-        slow = self._slow
+        was_slow = self._unsent.is_on
         if attachment:
             self._transport.writelines([head, *attachment])
         else:
             self._transport.write(head)
-        if slow is not None:
-            slow.written(len(head) + sum(map(len, attachment)))
-            self._service.unsent.note(self, self._transport.get_write_buffer_size())
+        if was_slow:
+            self._unsent.added(len(head) + sum(map(len, attachment)))
 
 
 class _Bulk(asyncio.BufferedProtocol):

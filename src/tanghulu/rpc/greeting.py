@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.errors import DeadlineExceeded, TanghuluError
+from tanghulu.errors import DeadlineExceeded
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import Peer
-from tanghulu.rpc.methods import HELLO, HelloReply, HelloRequest
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.methods import HELLO, PROTOCOL_VERSION, HelloReply, HelloRequest, require_version
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.types import Address
 
 
@@ -28,11 +28,8 @@ async def connect(address: Address, credentials: Credentials, role: str, deadlin
     try:
         async with asyncio.timeout(deadline_s):
             connection = await AsyncFastConnection.connect(address, tls=credentials.tls.to(role))
-            try:
+            with undo_on_error(connection.abort):
                 await greet(connection, credentials, deadline_s)
-            except BaseException:  # cancellation, too
-                connection.abort()
-                raise
     except TimeoutError:
         raise DeadlineExceeded(f"{address} did not answer within {deadline_s:g} s") from None
     return connection
@@ -52,14 +49,10 @@ def hello(credentials: Credentials) -> Call[HelloReply]:
 
 def greet_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
     """Greet on a blocking connection, which is closed if the peer refuses."""
-    try:
-        outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
-        if isinstance(outcome, TanghuluError):
-            raise outcome
-        require_version(outcome.message.protocol_version, connection.peer)
-    except TanghuluError:
-        connection.close()
-        raise
+    call = hello(credentials)
+    with undo_on_error(connection.close):
+        reply = connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        require_version(reply.message.protocol_version, connection.peer)
 
 
 def welcome(peer: Peer, request: HelloRequest, attachment: memoryview) -> HelloReply:

@@ -258,7 +258,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
             async with asyncio.timeout(self._request_s):
                 request = await context.read()
         except TimeoutError:
-            await abort(context, DeadlineExceeded(f"the request did not come within {self._request_s:g} s"))
+            await abort(context, DeadlineExceeded(f"the request did not arrive within {self._request_s:g} s"))
         if request is grpc.aio.EOF:
             await abort(context, InvalidRequest("the call ended without a request"))
         self._let_in(room.came(call, request.ByteSize()))
@@ -270,7 +270,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
             async with asyncio.timeout(self._wait_s):
                 await turn
         except TimeoutError:
-            await abort(context, Overloaded("other requests over gRPC take all room that there is; try again"))
+            await abort(context, Overloaded("other gRPC requests use all memory for messages; try again later"))
         finally:
             self._turns.pop(call, None)
 

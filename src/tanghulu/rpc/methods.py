@@ -2,6 +2,10 @@
 
 The row registers the method's handler, names it in metrics, and states the right that a token needs for it and the
 location of keys in its messages; the same rules guard gRPC methods. To add a method, add a row.
+
+HELLO carries the caller's version of the protocol, its answer the server's; both must be equal. Within a version
+messages only grow, at their end (see ``wire.FastMessage``). docs/design/0019 explains how ranges of versions return
+with the second release.
 """
 
 from __future__ import annotations
@@ -13,9 +17,22 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from tanghulu.auth.tenants import Identity, Right, is_kv
+from tanghulu.errors import VersionMismatch
 from tanghulu.rpc.fast_client import Call
-from tanghulu.rpc.versions import require_version
 from tanghulu.rpc.wire import U32, Body, FastMessage
+
+#: Version of the fast lane, of a worker's sessions, and of messages between conductors.
+PROTOCOL_VERSION = 1
+
+
+def require_version(version: int, peer: str) -> None:
+    """Raise VersionMismatch unless ``peer``, which sent ``version`` in its HELLO or its answer, has this one."""
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"{peer} speaks version {version} of the protocol, this process version {PROTOCOL_VERSION}; "
+            "upgrade the older one"
+        )
+
 
 Q = TypeVar("Q", bound=Body)
 A = TypeVar("A", bound=Body)
@@ -155,4 +172,16 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
     return msgspec.structs.replace(value, **{name: _changed(getattr(value, name), rest, change)})
 
 
-__all__ = ["END", "HELLO", "EndReply", "EndRequest", "Method", "Rule", "Scoping", "scope_keys", "writing"]
+__all__ = [
+    "END",
+    "HELLO",
+    "PROTOCOL_VERSION",
+    "EndReply",
+    "EndRequest",
+    "Method",
+    "Rule",
+    "Scoping",
+    "require_version",
+    "scope_keys",
+    "writing",
+]

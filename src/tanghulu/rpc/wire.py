@@ -24,7 +24,7 @@ class FastMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
     A peer with more fields sends a longer array, and what follows the known fields is ignored; one with fewer sends a
     shorter array, and missing fields have their defaults. So a field is added at the end with a default, and never
     removed or given another meaning; everything else needs a new version of the protocol
-    (see ``versions``). Messages hold no reference cycles (``gc=False``).
+    (see ``methods``). Messages hold no reference cycles (``gc=False``).
     """
 
     def validate(self) -> None:
@@ -65,7 +65,7 @@ def _as_plain(value: Any) -> Any:
         return float(value)
     if isinstance(value, Collection):
         return list(value)
-    raise TypeError(f"{value!r} cannot stand in a message")
+    raise TypeError(f"{value!r} cannot be part of a message")
 
 
 _to_bytes = msgspec.msgpack.Encoder(enc_hook=_as_plain).encode
@@ -102,7 +102,7 @@ def _new_parser(kind: type[Any]) -> Callable[[bytes], Any]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if shorter is not FastMessage:
                 parser_of(shorter)(body)  # its beginning identifies another version of the protocol
-            raise InvalidRequest(f"bytes are not a {kind.__name__}: {error}") from None
+            raise InvalidRequest(f"received bytes are not a valid {kind.__name__}: {error}") from None
         if must_validate:
             message.validate()
         return message

@@ -35,18 +35,6 @@ _MOST_FILE_BYTES = 16 << 20
 #: Variables set by Kubernetes in every container for a Service called ``tanghulu`` or ``tanghulu-...``.
 _SERVICE_VARIABLE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
-#: Removed settings, and their replacements.
-_REMOVED = {
-    **dict.fromkeys(("checks", "debug_checks"), "use --debug checks=true"),
-    **dict.fromkeys(("mock_speedup", "mock_timing", "mock_kv_token_bytes", "mock_hold"), "use --debug KEY=VALUE"),
-    **dict.fromkeys(("deterministic", "profile", "lease_ms", "rebuild_s", "seed"), "use --debug KEY=VALUE"),
-    "snapshot_every": "use --debug snapshot_every_s=VALUE",
-    **dict.fromkeys(("request_timeout", "first_token_timeout", "token_timeout"), "its name ends in _s now"),
-    **dict.fromkeys(("worker_timeout", "silence_timeout"), "its name ends in _s now"),
-    **dict.fromkeys(("high_watermark", "low_watermark", "event_shards"), "the default always applies"),
-    **dict.fromkeys(("queue_ageing", "store_pending", "store_deferred"), "the default always applies"),
-    "spin_us": "small transfers no longer poll",
-}
 
 
 def option(
@@ -208,25 +196,12 @@ def _debug_values(config_class: type[Any], given: Iterable[str]) -> dict[str, An
     for text in given:
         key, _, value = text.partition("=")
         if key not in switches:
-            raise ConfigError(f"--debug {text}: {key!r} is none of {', '.join(sorted(switches))}")
+            raise ConfigError(f"--debug {text}: {key!r} is not one of {', '.join(sorted(switches))}")
         try:
             values[key] = switches[key].type.convert(value, None, None)
         except click.BadParameter as error:
             raise ConfigError(f"--debug {text}: {error.message}") from None
     return values
-
-
-class _Command(click.Command):
-    """A command whose removed options name their replacements."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            hint = _REMOVED.get(error.option_name.lstrip("-").replace("-", "_"))
-            if hint is None:
-                raise
-            raise ConfigError(f"{error.option_name} was removed: {hint}") from None
 
 
 def command(name: str, config_class: type[C], run: Callable[[C], None], help: str) -> click.Command:
@@ -238,7 +213,7 @@ def command(name: str, config_class: type[C], run: Callable[[C], None], help: st
         run(config_class(**values))
 
     epilog = f"Each option is also a key, with underscores, in the table [{name}] of the file that --config names."
-    return _Command(name, params=options_of(config_class), callback=callback, help=help, epilog=epilog)
+    return click.Command(name, params=options_of(config_class), callback=callback, help=help, epilog=epilog)
 
 
 def configuration_file() -> Path | None:
@@ -375,9 +350,6 @@ def _take_table(
 
 
 def _hint(name: str, known: set[str]) -> str:
-    removed = _REMOVED.get(name.removeprefix(PREFIX).lower())
-    if removed is not None:
-        return f"; it was removed: {removed}"
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -8,7 +8,7 @@ and for the peer it ends with the parent alone.
 A mapping that children do not inherit (MADV_DONTFORK) leaves a hole in the child. ``keep_reserved`` fills it with
 inaccessible pages: nothing else is mapped there, which a late unmapping would remove. An access is a SIGSEGV.
 
-Objects that need a notification register with ``tell_in_children``.
+Objects that need a notification register with ``notify_in_children``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class HasDescriptor(Protocol):
 
     def fileno(self) -> int:
         """Return its descriptor; -1 once closed."""
-        ...
 
 
 class Forkable(Protocol):
@@ -44,7 +43,6 @@ class Forkable(Protocol):
 
     def forget_in_child(self) -> None:
         """Refuse all use from now on, in a child, and touch neither locks nor peers nor mapped memory."""
-        ...
 
 
 _descriptors: WeakSet[HasDescriptor] = WeakSet()
@@ -57,7 +55,7 @@ def lose_in_children(holder: HasDescriptor) -> None:
     _descriptors.add(holder)
 
 
-def tell_in_children(thing: Forkable) -> None:
+def notify_in_children(thing: Forkable) -> None:
     """Notify ``thing`` in forked children, while it lives."""
     _forkables.add(thing)
 

@@ -69,7 +69,7 @@ class MetricsAuthorizer:
             except Unauthorized:
                 continue
         if not found:
-            raise Unauthorized("the token is unknown here")
+            raise Unauthorized("the token is not valid for this process")
         if not any(found):
             raise Forbidden("metrics cover all tenants: the token needs the right 'metrics'")
 

@@ -38,7 +38,7 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime import garbage
 from tanghulu.runtime.config import MOST_PORT, describe, option
-from tanghulu.runtime.descriptors import watch_descriptors
+from tanghulu.runtime.limits import watch_descriptors
 from tanghulu.runtime.master_options import HttpOptions, MasterOptions, TlsOptions
 from tanghulu.runtime.metrics_server import MetricsAuthorizer, MetricsServer
 from tanghulu.runtime.stalls import LoopWatch
@@ -184,11 +184,11 @@ def make_private(run_dir: Path) -> None:
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir} cannot be made: {error.strerror}; choose another") from None
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"--run-dir {run_dir} is no directory; choose another")
+        raise ConfigError(f"--run-dir {run_dir} is not a directory; choose another")
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"--run-dir {run_dir} belongs to user {found.st_uid}, this process is user {os.geteuid()}: choose a "
-            "directory of this user's, or one that does not exist yet"
+            "directory owned by this user, or one that does not exist yet"
         )
     if found.st_mode & 0o077:
         raise ConfigError(
@@ -280,7 +280,11 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
     configure_log(role.value, config.log_level)
     _log.info("process.starting", **describe(config))
     if config.lets_everybody_in and not is_loopback(config.host):
-        _log.warning("process.open_to_everybody", host=config.host, hint="without keys whoever reaches it may use it")
+        _log.warning(
+            "process.open_to_everybody",
+            host=config.host,
+            hint="anyone who can connect may use it: set keys, tokens or mutual TLS",
+        )
     import uvloop
 
     gc.collect()  # garbage of the imports; from here on nothing visits it

@@ -1,10 +1,10 @@
-"""Tasks that run beside others and end with them."""
+"""Orderly ends: of tasks beside a block, of what a failed block has taken, of a server's listening."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -51,3 +51,31 @@ async def beside(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
         await cancelled(*tasks)
     if failures:
         raise failures[0]
+
+
+class undo_on_error:
+    """Call ``undo`` if the block raises, also by an interrupt or a cancel: nobody else owns yet what it has taken."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._undo()
+
+
+async def accept_no_more(servers: Sequence[asyncio.Server]) -> None:
+    """Have ``servers`` accept nothing more, so that they can be closed; accepted connections then have their protocols.
+
+    asyncio makes a connection's protocol two turns of the loop after accepting it, and up to Python 3.11 forgets one
+    whose server is closed in between: its client waits until garbage collection.
+    """
+    loop = asyncio.get_running_loop()
+    for server in servers:
+        for listener in server.sockets:
+            loop.remove_reader(listener.fileno())
+    for _ in range(2):
+        await asyncio.sleep(0)

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
-from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
+from tanghulu.runtime.clock import LEAST_BYTES_S, LeastRate
 from tanghulu.types import format_size
 from tanghulu.web.errors import BodiesFull, BodyTooLarge, BodyTooSlow
 

@@ -29,10 +29,9 @@ from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.runtime.accepting import accept_no_more
-from tanghulu.runtime.descriptors import allow_descriptors
+from tanghulu.runtime.limits import allow_descriptors
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
-from tanghulu.runtime.tasks import beside
+from tanghulu.runtime.tasks import accept_no_more, beside
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 from tanghulu.web.access import HttpAuthorizer, OwnSite, RouteRights, listed

@@ -21,7 +21,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.fork import tell_in_children
+from tanghulu.runtime.fork import notify_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     OtherNode,
@@ -87,7 +87,7 @@ class AsyncioDriver:
         self._notices_answered.set()
         self._closed = False
         self._pid = os.getpid()
-        tell_in_children(self)
+        notify_in_children(self)
 
     async def perform(
         self,

@@ -26,7 +26,7 @@ from tanghulu.errors import (
 from tanghulu.rpc.fast_client import FastConnection, SentCall
 from tanghulu.rpc.greeting import greet_blocking
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.fork import tell_in_children
+from tanghulu.runtime.fork import notify_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     OtherNode,
@@ -104,7 +104,7 @@ class BlockingDriver:
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
         self._pid = os.getpid()
-        tell_in_children(self)
+        notify_in_children(self)
 
     def perform(
         self,

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from tanghulu.errors import KeysMoved, TanghuluError
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep

@@ -23,7 +23,7 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.rpc.wire import Failure
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic import directory_client, messages, ranges
 from tanghulu.store.client.logic.context import Context

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.methods import PROTOCOL_VERSION, require_version
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import messages as m

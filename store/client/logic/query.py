@@ -23,7 +23,7 @@ from tanghulu.errors import (
     Overloaded,
     TanghuluError,
 )
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.store.client.logic import directory_client, messages
 from tanghulu.store.client.logic.context import Context, report_reads
 from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep

@@ -20,7 +20,7 @@ import structlog
 
 from tanghulu.discovery.masters import SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import KeysMoved, LeaseExpired, MasterUnavailable, TanghuluError
-from tanghulu.runtime.backoff import Backoff
+from tanghulu.runtime.clock import Backoff
 from tanghulu.store.node.reporting.conversation import HEARTBEAT_S, MasterConversation
 from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding

@@ -18,9 +18,8 @@ import structlog
 from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, PayloadSink, Peer
-from tanghulu.rpc.methods import Method
-from tanghulu.rpc.unsent import UnsentAnswers
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION, Method
+from tanghulu.rpc.slow_peers import PendingBytes
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
@@ -108,7 +107,7 @@ class NodeService:
         self._sessions = sessions
         self._traffic = traffic
         self._promoter = promoter
-        self._unsent = UnsentAnswers()
+        self._unsent = PendingBytes()
         self._unpinning: set[asyncio.Task[None]] = set()
 
     def serve(self, service: FastService) -> None:

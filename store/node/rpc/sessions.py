@@ -20,7 +20,7 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Holder
 from tanghulu.transfer_engine.core.access import unguessable_numbers
 from tanghulu.transfer_engine.core.segment import SessionKey
-from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
+from tanghulu.transfer_engine.server import ProcessWatch
 
 _log = structlog.get_logger(__name__)
 

@@ -8,8 +8,7 @@ from tanghulu.errors import LeaseExpired, Overloaded
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.outcomes import Holder, Pinned
-from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.leases import Freed, Lease
+from tanghulu.transfer_engine.core.access import AccessTable, Freed, Lease
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId

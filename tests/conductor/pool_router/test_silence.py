@@ -16,7 +16,7 @@ from tanghulu.conductor.pool_router.grid import parse_pools
 from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
-from tanghulu.rpc.pacing import SILENT_HOST_S
+from tanghulu.rpc.sockets import SILENT_HOST_S
 from tanghulu.runtime.tasks import cancelled
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -202,11 +202,11 @@ async def test_a_worker_may_be_named_by_a_name(scene: Scene):
         ("http://169.254.169.254", "outside the workers' networks"),
         ("http://[::ffff:169.254.169.254]:80", "outside the workers' networks"),
         ("http://8.8.8.8:30000", "outside the workers' networks"),
-        ("http://127.0.0.1:30000/latest/meta-data?x=", "no path"),
-        ("http://127.0.0.1:30000/?", "no path"),
-        ("http://user@127.0.0.1:30000", "no user"),
+        ("http://127.0.0.1:30000/latest/meta-data?x=", "only a host"),
+        ("http://127.0.0.1:30000/?", "only a host"),
+        ("http://user@127.0.0.1:30000", "query or user"),
         ("http://127.0.0.1:x", "host:port"),
-        ("http://", "names no host"),
+        ("http://", "has no host"),
     ],
 )
 async def test_a_url_that_is_no_workers_is_refused_at_both_edges(scene: Scene, url: str, text: str):

@@ -244,7 +244,7 @@ def test_options_name_what_is_wrong():
         ({"master": "h:1", "namespace": None}, "namespace=None is not a str"),
         ({"master": "h:1", "token": 5}, "token is not a str"),
         ({"master": ["h:1"]}, "master=.* is not a str"),
-        ({"master": "h:1;h:2"}, "is no host"),
+        ({"master": "h:1;h:2"}, "is not a host"),
         ({"master": "h:1", "save_pending_bytes": "much"}, "save_pending_bytes"),
     ]:
         with pytest.raises(ConfigError, match=message):

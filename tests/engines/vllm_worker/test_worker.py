@@ -14,7 +14,7 @@ import pytest
 
 from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, root_hash
 from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.session.messages import (
     DESCRIBE,
     SESSION,

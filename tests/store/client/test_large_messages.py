@@ -26,7 +26,7 @@ _MURDERED = (
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import encode_head
 
-def cut(self, call, call_id, until, body=None):
+def cut(self, call, call_id, until):
     body, payload = call.body, b"".join(call.attachment)
     head = encode_head(call.method, call_id, len(body), len(payload)) + body
     data, first = memoryview(head + payload), {"head": 0, "half": MIB // 2, "value": MIB}[sys.argv[2]]

@@ -14,7 +14,7 @@ import tanghulu
 from tanghulu.auth.handshakes import MAX_HANDSHAKES
 from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.frames import PREAMBLE, encode_head
-from tanghulu.rpc.unsent import MAX_UNSENT_BYTES
+from tanghulu.rpc.slow_peers import MAX_UNSENT_BYTES
 from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.effects import PeerId

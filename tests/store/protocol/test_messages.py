@@ -16,8 +16,7 @@ from msgspec import structs
 
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError, VersionMismatch
-from tanghulu.rpc.methods import HelloReply, HelloRequest
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION, HelloReply, HelloRequest
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import messages, methods
 from tanghulu.store.protocol.announcements import (

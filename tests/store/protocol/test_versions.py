@@ -14,8 +14,7 @@ import tanghulu.aio
 from tanghulu.errors import TanghuluError, VersionMismatch
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import PREAMBLE, FrameReader, encode_head
-from tanghulu.rpc.methods import HELLO, HelloReply
-from tanghulu.rpc.versions import PROTOCOL_VERSION, require_version
+from tanghulu.rpc.methods import HELLO, PROTOCOL_VERSION, HelloReply, require_version
 from tanghulu.rpc.wire import encode
 from tanghulu.store.protocol.messages import NodeHello
 from tanghulu.types import Address

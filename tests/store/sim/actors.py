@@ -52,9 +52,8 @@ from tanghulu.store.protocol.announcements import Orders
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.write_buffer import HEAD_BYTES
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import Address, InstanceId, LeaseId, Place, Role

@@ -25,7 +25,7 @@ from tanghulu.discovery import membership
 from tanghulu.errors import InvalidRequest, TanghuluError, VersionMismatch
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, FrameReader, encode_head
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure, encode, parser_of
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal
@@ -52,10 +52,10 @@ def recording() -> Iterator[list[bytes]]:
     frames: list[bytes] = []
     original = FastConnection._send
 
-    def send(self: FastConnection, call: Any, call_id: int, until: float, body: bytes | None = None) -> None:
-        body, data = call.body if body is None else body, b"".join(bytes(part) for part in call.attachment)
+    def send(self: FastConnection, call: Any, call_id: int, until: float) -> None:
+        body, data = call.body, b"".join(bytes(part) for part in call.attachment)
         frames.append(encode_head(call.method, call_id, len(body), len(data)) + body + data)
-        original(self, call, call_id, until, body)
+        original(self, call, call_id, until)
 
     FastConnection._send = send  # type: ignore[method-assign]
     try:

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
-from tanghulu.runtime.clock import ManualClock
-from tanghulu.runtime.least_rate import LEAST_BYTES_S
+from tanghulu.runtime.clock import LEAST_BYTES_S, ManualClock
 from tanghulu.transfer_engine.core import access
-from tanghulu.transfer_engine.core.access import AccessTable, Freed, LeaseState, Opcode
-from tanghulu.transfer_engine.core.leases import TRANSITIONS, Lease, LeaseEvent
+from tanghulu.transfer_engine.core.access import TRANSITIONS, AccessTable, Freed, Lease, LeaseEvent, LeaseState, Opcode
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LOCAL, REMOTE = 1, 2

@@ -88,8 +88,8 @@ def test_memory_that_was_registered(driver: Driver):
 
 @pytest.mark.parametrize(
     ("step", "reason"),
-    [("attribute", "gives no dmabufs"), ("memory", "out of memory"), ("dmabuf", "not supported (801)"),
-     ("nic", "nothing to register it with: no RDMA device"), ("register", "mlx5_0 takes no dmabuf")],
+    [("attribute", "offers no dmabufs"), ("memory", "out of memory"), ("dmabuf", "not supported (801)"),
+     ("nic", "no RDMA device can register it: no RDMA device"), ("register", "mlx5_0 cannot register a dmabuf")],
 )  # fmt: skip
 def test_each_step_says_why_it_was_the_last(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, no_descriptor_leaks: None, step: str, reason: str
@@ -99,7 +99,7 @@ def test_each_step_says_why_it_was_the_last(
     if step == "nic":
         monkeypatch.setattr(rdma_verbs, "probe", lambda: DeviceProbe((), "no RDMA device"))
     if step == "register":
-        monkeypatch.setattr(Device, "refusal", "mlx5_0 takes no dmabuf: Operation not supported")
+        monkeypatch.setattr(Device, "refusal", "mlx5_0 cannot register a dmabuf: Operation not supported")
     found = gpu_direct.attempt()
     assert not found.works
     assert reason in found.note
@@ -109,7 +109,7 @@ def test_a_driver_that_crashes_takes_nobody_with_it(monkeypatch: pytest.MonkeyPa
     ended = subprocess.CompletedProcess[str]([], -11, "", "")
     monkeypatch.setattr(gpu_direct.subprocess, "run", lambda *given, **more: ended)
     monkeypatch.setattr(gpu_direct.ctypes, "CDLL", lambda name: object())
-    assert gpu_direct.probe() == gpu_direct.GpuProbe((), "the attempt ended with status -11: no word")
+    assert gpu_direct.probe() == gpu_direct.GpuProbe((), "the attempt ended with status -11: no output")
 
 
 def test_what_the_process_prints_is_what_is_found(monkeypatch: pytest.MonkeyPatch):

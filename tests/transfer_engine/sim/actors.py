@@ -22,10 +22,9 @@ from tanghulu.errors import (
     Overloaded,
     TransferFailed,
 )
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.transport import ConnectContext

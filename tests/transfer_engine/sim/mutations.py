@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from tanghulu.transfer_engine.client import path_load
+from tanghulu.transfer_engine.client import batch_state
 from tanghulu.transfer_engine.client.batch_state import BatchLimits, BatchState
 from tanghulu.transfer_engine.client.handle import TransferHandle
-from tanghulu.transfer_engine.core import leases
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core import access
+from tanghulu.transfer_engine.core.access import AccessTable, LeaseEvent, LeaseState
 from tanghulu.transfer_engine.core.admission import PeerAdmission
-from tanghulu.transfer_engine.core.leases import LeaseEvent, LeaseState
 from tanghulu.transfer_engine.core.transport import Arrived, Fences
 from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection
 from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
@@ -40,11 +39,11 @@ def a_range_is_free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def quarantine_ends_by_time(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(leases.TRANSITIONS, (LeaseState.ACTIVE, LeaseEvent.LOST_MAPPED), LeaseState.DRAINING)
+    patch.setitem(access.TRANSITIONS, (LeaseState.ACTIVE, LeaseEvent.LOST_MAPPED), LeaseState.DRAINING)
 
 
 def windows_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(path_load.PathLoad, "full", False)
+    patch.setattr(batch_state.PathLoad, "full", False)
 
 
 def what_is_lost_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Slice
-from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Completion
 from tanghulu.transfer_engine.engine import Opcode
+from tanghulu.transfer_engine.transports.onesided.connection import StagedSlots
 from tanghulu.transfer_engine.transports.onesided.listener import Grant
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA
 from tests.transfer_engine.segment_process import Owner
@@ -59,10 +59,10 @@ class HereEnds:
     async def start(self) -> None:
         pass
 
-    def admit(self, asked: bytes) -> None:
-        assert asked == b"please"
+    def admit(self, connect_payload: bytes) -> None:
+        assert connect_payload == b"please"
 
-    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+    async def make(self, token: int, connect_payload: bytes, take: Callable[[Grant], None]) -> None:
         await asyncio.to_thread(self._wires.granting.wait)
         end = HereEnd(self._wires)
         take(Grant(end, self._segment.address.to_bytes(8, "little") + id(end).to_bytes(8, "little")))
@@ -74,7 +74,7 @@ class HereEnds:
 class HereMover:
     """Copies when it is asked what has landed."""
 
-    asked = b"please"
+    connect_payload = b"please"
 
     def __init__(self, wires: Wires) -> None:
         self.ready = False

@@ -100,7 +100,7 @@ class TestChangedBytes:
         length = wire.MAX_VERIFIED_BYTES + 1
         with TransferEngine(host_id=HOST_ID, config=EngineConfig(limits=limits)) as engine:
             remote = engine.open_segment(owner.descriptor, transport="tcp")
-            with pytest.raises(InvalidRequest, match="cut it smaller"):
+            with pytest.raises(InvalidRequest, match="use smaller slices"):
                 engine.transfer([TransferRequest(READ, bytearray(length), remote, 0, length, verify=True)], 10)
 
 
@@ -182,7 +182,7 @@ class TestNotices:
     def test_an_owner_that_takes_none(self, engine: TransferEngine, transport: str):
         with SegmentProcess(size_bytes=1 << 20, notices=False) as deaf:
             remote = engine.open_segment(deaf.descriptor, transport=transport)
-            with pytest.raises(InvalidRequest, match="takes no notices"):
+            with pytest.raises(InvalidRequest, match="accepts no notices"):
                 engine.transfer([TransferRequest(WRITE, b"data", remote, 0, 4, notify=b"hello")], 5)
             assert deaf.peek(0, 4) == b"data"
 

@@ -24,15 +24,16 @@ from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySe
 from tanghulu.transfer_engine.core.transport import ConnectContext, ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, ShmHello, parse_head
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.transports.onesided.connection import StagedSlots
 from tanghulu.transfer_engine.transports.onesided.link import Movers, OneSidedLink
 from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener, OneSidedServerConnection
 from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, ControlAnswer, ControlOp, ControlRequest
-from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
-from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_asked
+from tanghulu.transfer_engine.transports.rdma.transport import RdmaEnds
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_connect
 from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
-from tanghulu.transfer_engine.transports.ucx import mover as ucx_mover
+from tanghulu.transfer_engine.transports.ucx import transport as ucx_transport
 from tanghulu.transfer_engine.transports.ucx.agent import UCX
 from tanghulu.transfer_engine.transports.ucx.transport import UcxMovers
 from tanghulu.types import Address
@@ -44,7 +45,7 @@ CONNECT = ControlRequest(ControlOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
 HELLOS = {
     "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
     "shm": ShmHello(SEGMENT, 3, NO_SESSION).pack(),
-    "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_asked("mlx5_0", NO_ADDRESS))),
+    "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_connect("mlx5_0", NO_ADDRESS))),
     "ucx": UCX.pack_request(CONNECT),
 }
 ANSWERS = {
@@ -95,7 +96,7 @@ class Owner:
 
     @property
     def reception(self) -> PeerAdmission:
-        return self.server._admission
+        return self.server.admission
 
     async def knock(self, transport: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if transport == "rdma":
@@ -257,6 +258,7 @@ class StillDevices:
     """Verbs' part: a queue pair that is never connected."""
 
     address = NO_ADDRESS
+    slots = StagedSlots(1)
 
     def device(self, name: str) -> StillDevices:
         return self
@@ -275,7 +277,7 @@ class RdmaMovers:
     dialect = RDMA
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> RdmaMover:
-        return RdmaMover(cast(Any, StillDevices()), "mlx5_0", path.endpoint.device, cast(Any, None), wake)
+        return RdmaMover(cast(Any, StillDevices()), "mlx5_0", path.endpoint.device, cast(Any, StillDevices()), wake)
 
     def close(self) -> None:
         pass
@@ -286,7 +288,7 @@ class RdmaMovers:
 def test_connecting_says_which_versions_meet(
     transport: str, movers: Callable[[], Movers], kind: int, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ucx_mover, "Agent", lambda name, serves: StillAgent())
+    monkeypatch.setattr(ucx_transport, "Agent", lambda name, serves: StillAgent())
     with foreign_owner(transport, tmp_path, foreign_answers(transport)[kind]) as descriptor:
         link = OneSidedLink(ConnectContext(descriptor, NO_SESSION, EngineConfig()), movers())
         with pytest.raises(VersionMismatch) as caught:

@@ -15,9 +15,8 @@ from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
-from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair
+from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair, WorkCompletion, WorkRequest
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
-from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest
 
 INFO = DeviceInfo("fake0", "::ffff:10.0.0.1", 1, 0, 5)
 PEER = QueuePairAddress("::ffff:10.0.0.2", 3, 77, 88, 4)
@@ -151,7 +150,7 @@ def test_works_and_their_ends(pair: QueuePair, verbs: FakeVerbs):
 
 def test_a_device_that_takes_nothing(pair: QueuePair, verbs: FakeVerbs):
     verbs.failing.add("post")
-    with pytest.raises(TransferFailed, match="takes no work: Cannot allocate"):
+    with pytest.raises(TransferFailed, match="rejects work requests: Cannot allocate"):
         pair.post(WORKS, [True] * 3)
     verbs.broken = 1
     with pytest.raises(TransferFailed, match="broken"):
@@ -189,7 +188,7 @@ def test_it_is_closed_once_in_the_right_order(pair: QueuePair, verbs: FakeVerbs)
 )
 def test_what_was_made_is_destroyed_when_the_rest_fails(verbs: FakeVerbs, failing: str, destroyed: list[str]):
     verbs.failing.add(failing)
-    with pytest.raises(TransferFailed, match=r"fake0 gives no .*: Cannot allocate memory"):
+    with pytest.raises(TransferFailed, match=r"fake0 cannot make a .*: Cannot allocate memory"):
         QueuePair(verbs, INFO, verbs.context, 5, 4)
     assert verbs.log == destroyed
 

@@ -10,12 +10,12 @@ import pytest
 
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
-from tanghulu.transfer_engine.transports.rdma.works import (
+from tanghulu.transfer_engine.transports.rdma.verbs import (
     CompletionRing,
     PostRing,
     WorkCompletion,
     WorkRequest,
-    which_tell,
+    choose_signalled,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -84,7 +84,7 @@ def test_a_chain_as_long_as_the_ring():
     ],
 )
 def test_which_works_tell_their_end(lengths: list[int], told: list[int]):
-    assert [index for index, tells in enumerate(which_tell(lengths)) if tells] == told
+    assert [index for index, tells in enumerate(choose_signalled(lengths)) if tells] == told
 
 
 def test_completions():

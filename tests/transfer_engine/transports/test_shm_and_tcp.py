@@ -29,7 +29,7 @@ def test_another_host_uses_tcp(owner: SegmentProcess):
         remote = engine.open_segment(owner.descriptor)
         assert remote.transport == "tcp"
         assert remote.map() is None
-        with pytest.raises(NodeUnavailable, match="shm: it is on host 'test-host'"):
+        with pytest.raises(NodeUnavailable, match="shm: the segment is on host 'test-host'"):
             engine.open_segment(owner.descriptor, transport="shm")
 
 

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import LeaseExpired, NodeUnavailable, Overloaded, TransferFailed, Unauthorized
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.config import ListenOptions
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.wire import (
-    MAX_ASKED_BYTES,
+    MAX_CONNECT_BYTES,
     REQUEST_BYTES,
     ControlAnswer,
     ControlOp,
@@ -236,16 +235,16 @@ async def test_without_nixl(monkeypatch: pytest.MonkeyPatch):
     assert "pip install" in ucx_agent.probe()
     segment = MemorySegment.create("s", 100)
     server = SegmentServer(segment, None, generation=1, host_id="h", listen=LISTEN)
-    with pytest.raises(NodeUnavailable, match="NIXL is not here"):
+    with pytest.raises(NodeUnavailable, match="NIXL cannot be imported"):
         await server.start()
     segment.close()
     there = SegmentDescriptor("s", 100, "h", 1, (Endpoint("ucx", "127.0.0.1:9"),))
-    with TransferEngine(host_id="h") as engine, pytest.raises(NodeUnavailable, match="NIXL is not here"):
+    with TransferEngine(host_id="h") as engine, pytest.raises(NodeUnavailable, match="NIXL cannot be imported"):
         engine.open_segment(there)
 
 
 @given(op=st.sampled_from(list(ControlOp)), numbers=st.lists(U64, min_size=6, max_size=6),
-       payload=st.binary(max_size=MAX_ASKED_BYTES), cut=st.integers(1, 20))  # fmt: skip
+       payload=st.binary(max_size=MAX_CONNECT_BYTES), cut=st.integers(1, 20))  # fmt: skip
 def test_requests_survive_the_wire(op: ControlOp, numbers: list[int], payload: bytes, cut: int):
     request = ControlRequest(op, *numbers, payload=payload)  # type: ignore[misc]
     data = bytearray(UCX.pack_request(request))

@@ -30,7 +30,7 @@ from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner

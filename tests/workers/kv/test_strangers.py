@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.rpc.versions import PROTOCOL_VERSION
+from tanghulu.rpc.methods import PROTOCOL_VERSION
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SegmentHello, SegmentWelcome, SessionKey
 from tanghulu.transfer_engine.core.wire import (

@@ -23,7 +23,7 @@ from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.models.registry import load_model

@@ -15,16 +15,13 @@ from collections import deque
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable, TanghuluError
-from tanghulu.runtime.fork import lose_in_children
-from tanghulu.transfer_engine.core.network import StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import ConnectContext, ConnectionBroken
 from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers, typed_error
 from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, ControlOp, ControlRequest, Dialect
-from tanghulu.transfer_engine.transports.tcp.tls import TlsStreamSocket
+from tanghulu.transfer_engine.transports.tcp.sockets import connect
 from tanghulu.types import Address
 
 #: Most seconds for which giving up waits for the owner to confirm that its end is closed too.
@@ -43,7 +40,7 @@ class Digested(NamedTuple):
 _PIECE_BYTES = 1 << 16
 
 
-class _Asked(NamedTuple):
+class _Expected(NamedTuple):
     request: ControlRequest
     piece: Slice | None = None
 
@@ -61,7 +58,7 @@ class Control:
         self._path, self._dialect, self._fences = path, dialect, context.fences
         self._descriptor, self._session = context.descriptor, context.session
         self._num_fences = 0
-        self._expected: deque[_Asked] = deque()
+        self._expected: deque[_Expected] = deque()
         self._num_ahead = 0  # of them, those for which slices wait
         self._digested: list[Digested] = []
         self._leased = False  # whether the owner keeps leases
@@ -69,8 +66,7 @@ class Control:
         self._in = bytearray()
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
         address = Address.parse(path.endpoint.address)
-        plain, tls = _start_connecting(dialect.protocol, address), context.config.tls
-        self._sock: StreamSocket = TlsStreamSocket(plain, client_context(tls), address.host) if tls else plain
+        self._sock = connect(path.label, address, context.config.tls)
 
     # --- for the connection
 
@@ -93,12 +89,12 @@ class Control:
         """Slices with a pending request for their digest, and answers about them not yet taken."""
         return len(self._expected) - self._num_ahead + len(self._digested)
 
-    def connect(self, asked: bytes) -> None:
+    def connect(self, payload: bytes) -> None:
         """Request the owner's end; ``granted`` is set when it has answered."""
-        self._ask(
+        self._request(
             ControlRequest(
                 ControlOp.CONNECT, self.token, self._session.session_id, self._descriptor.generation,
-                name_hash(self._descriptor.name), *secret_numbers(self._session.secret), payload=asked,
+                name_hash(self._descriptor.name), *secret_numbers(self._session.secret), payload=payload,
             )
         )  # fmt: skip
 
@@ -107,18 +103,18 @@ class Control:
         num_seen, tokens = self._fences.since(self._num_fences)
         self._num_fences = num_seen
         for token in tokens:
-            self._ask(ControlRequest(ControlOp.FENCE, token))
+            self._request(ControlRequest(ControlOp.FENCE, token))
         if self._leased:
             for lease_id in {piece.lease_id for piece in pieces} - self.refusals.keys():
                 self.refusals[lease_id] = None
-                self._ask(ControlRequest(ControlOp.ADMIT, lease_id))
+                self._request(ControlRequest(ControlOp.ADMIT, lease_id))
         self._send()
         return self._num_ahead == 0
 
-    def ask_digest(self, piece: Slice) -> None:
+    def request_digest(self, piece: Slice) -> None:
         """Have the owner compute the checksum of the slice's range; ``take_digested`` returns it."""
         op = ControlOp.READ if piece.opcode is Opcode.READ else ControlOp.WRITTEN
-        self._ask(ControlRequest(op, piece.lease_id, offset=piece.remote_offset, length=piece.length), piece)
+        self._request(ControlRequest(op, piece.lease_id, offset=piece.remote_offset, length=piece.length), piece)
         self._send()
 
     def take_digested(self) -> list[Digested]:
@@ -143,7 +139,7 @@ class Control:
     def receive_closed(self) -> bool:
         """Request the owner to close its end; return whether it confirmed in time."""
         until_s = time.monotonic() + CLOSE_WAIT_S
-        self._ask(ControlRequest(ControlOp.CLOSE, self.token))
+        self._request(ControlRequest(ControlOp.CLOSE, self.token))
         waiter = select.poll()
         with contextlib.suppress(ConnectionBroken):
             while self._expected:
@@ -168,8 +164,8 @@ class Control:
 
     # --- inside
 
-    def _ask(self, request: ControlRequest, piece: Slice | None = None) -> None:
-        self._expected.append(_Asked(request, piece))
+    def _request(self, request: ControlRequest, piece: Slice | None = None) -> None:
+        self._expected.append(_Expected(request, piece))
         self._num_ahead += piece is None
         self._out += self._dialect.pack_request(request)
 
@@ -188,11 +184,11 @@ class Control:
                 raise ConnectionBroken(NodeUnavailable(f"{self._path.label}: the owner closed the connection"))
             self._in += buffer[:got]
         while (answer := self._dialect.take_answer(self._in)) is not None:
-            self._answered(answer)
+            self._on_answer(answer)
 
-    def _answered(self, answer: ControlAnswer) -> None:
+    def _on_answer(self, answer: ControlAnswer) -> None:
         if not self._expected or self._expected[0].request.op is not answer.op:
-            raise MalformedMessage(f"an answer to {answer.op.name} that nobody asked")
+            raise MalformedMessage(f"an answer to {answer.op.name}, which was not requested")
         request, piece = self._expected.popleft()
         if piece is not None:
             self._digested.append(Digested(piece, answer.digest, answer.refusal))
@@ -204,19 +200,3 @@ class Control:
             raise ConnectionBroken(answer.refusal)
         elif request.op is ControlOp.CONNECT:
             self._leased, self.granted = answer.leased, answer.payload
-
-
-def _start_connecting(protocol: str, address: Address) -> socket.socket:
-    """Start to connect; raises NodeUnavailable if the name has no address."""
-    try:
-        family, kind, protocol_number, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
-        raise NodeUnavailable(f"{protocol} {address}: {error}") from error
-    sock = socket.socket(family, kind, protocol_number)
-    lose_in_children(sock)
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.connect_ex(where)
-    return sock

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import Slice
@@ -19,7 +20,7 @@ from tanghulu.transfer_engine.transports.onesided.control import Control
 from tanghulu.transfer_engine.transports.onesided.wire import Dialect
 
 #: For transports that move bytes only while polled: seconds to poll without a pause, and the pause after that.
-_ASK_S = 0.002
+_POLL_S = 0.002
 _PAUSE_S = 50e-6
 
 
@@ -30,11 +31,9 @@ class Movers(Protocol):
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> Mover:
         """Return a mover for connection ``token``; ``wake`` ends a ``poll``. Raises NodeUnavailable, TransferFailed."""
-        ...
 
     def close(self) -> None:
         """Release what they share; every mover is closed."""
-        ...
 
 
 class OneSidedPeer:
@@ -78,19 +77,19 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
             self._advance()  # ended before it was armed
         began_s = now_s = time.monotonic()
         while True:
-            asking = any(each.must_be_asked for each in self._connections.values())
+            polling = any(each.needs_polling for each in self._connections.values())
             left_s = began_s + timeout_s - now_s
-            woken = self._serve_ready(0.0 if asking or self._ended else max(0.0, left_s))
+            woken = self._serve_ready(0.0 if polling or self._ended else max(0.0, left_s))
             self._advance()
-            if self._ended or woken or not asking or left_s <= 0:
+            if self._ended or woken or not polling or left_s <= 0:
                 return self._take_ended()
-            if now_s - began_s > _ASK_S:
+            if now_s - began_s > _POLL_S:
                 time.sleep(_PAUSE_S)
             now_s = time.monotonic()
 
     def fileno(self) -> int:
         """Return a descriptor, readable when a connection's is, and always while a moving slice needs polling."""
-        if any(each.must_be_asked for each in self._connections.values()):
+        if any(each.needs_polling for each in self._connections.values()):
             self.wake()
         self._arm()
         return super().fileno()
@@ -111,11 +110,8 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
 
     def _connect(self, path: Path) -> OneSidedConnection:
         control = Control(path, self._movers.dialect, self._context)
-        try:
+        with undo_on_error(control.close):
             mover = self._movers.make(path, control.token, self.wake)
-        except BaseException:  # including an interrupt: the socket has no other owner; re-raised
-            control.close()
-            raise
         connection = OneSidedConnection(path, mover, control, self._context.fences)
         connection.watched = control.interest
         self._watch(connection, control.fileno(), connection.watched)

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, cast
 
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import LeaseExpired, Overloaded, TanghuluError
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, OtherVersion
@@ -33,7 +34,6 @@ class FarEnd(Protocol):
 
     def close(self) -> None:
         """Close it: nothing lands and nothing is sent through it any more when this returns."""
-        ...
 
 
 class Grant(NamedTuple):
@@ -53,26 +53,21 @@ class FarEnds(Protocol):
     @property
     def devices(self) -> Sequence[str]:
         """Names of the serving devices, in the order of preference; one empty name if irrelevant."""
-        ...
 
     async def start(self) -> None:
         """Acquire the devices and the segment. Raises NodeUnavailable, TransferFailed."""
-        ...
 
-    def admit(self, asked: bytes) -> None:
+    def admit(self, connect_payload: bytes) -> None:
         """Raise the typed refusal if no end can be made for such a CONNECT; MalformedMessage."""
-        ...
 
-    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+    async def make(self, token: int, connect_payload: bytes, take: Callable[[Grant], None]) -> None:
         """Hand ``take`` an end, made in a thread; its resources stay open until ``take`` has returned.
 
         Raises NodeUnavailable, TransferFailed, and what ``take`` raises.
         """
-        ...
 
     def close(self) -> None:
         """Release the segment and the devices; every end is closed already."""
-        ...
 
 
 class OneSidedListener:
@@ -96,14 +91,11 @@ class OneSidedListener:
         """Listen. Raises what ``FarEnds.start`` raises, and OSError."""
         await self.ends.start()
         loop = asyncio.get_running_loop()
-        try:
+        with undo_on_error(self.ends.close):
             make: Callable[[], asyncio.BaseProtocol] = partial(OneSidedServerConnection, self)
             if self._listen.tls is not None:
                 make = self._handshakes = Handshakes(self._listen.tls, make, self._hello_s)
             self._listener = await loop.create_server(make, self._listen.host, 0, backlog=_BACKLOG)
-        except BaseException:  # including a cancel: nothing else would release the devices; re-raised
-            self.ends.close()
-            raise
         self._port = self._listener.sockets[0].getsockname()[1]
         if self._access is not None:
             self._also_revoke = self._access.on_revoke
@@ -174,7 +166,7 @@ class OneSidedListener:
             return
         lease = self._access.lease(LeaseId(lease_id))
         if lease is None or lease.session_id != session_id or not self._access.is_active(lease.lease_id):
-            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id}; reserve or pin again")
 
     def digest(self, connected: ControlRequest, request: ControlRequest) -> int:
         """Return the checksum of a range that ``connected``'s client may read or has written; raises the refusal."""
@@ -300,7 +292,7 @@ class OneSidedServerConnection(asyncio.Protocol):
             self._write(ControlAnswer(request.op, error))
 
     def _do(self, request: ControlRequest) -> int:
-        """Perform the request of an admitted connection; return the checksum, if it asked for that."""
+        """Perform the request of an admitted connection; return the checksum, if it connect_payload for that."""
         connected = self._connected
         assert connected is not None, "it has a token"
         if request.op in (ControlOp.READ, ControlOp.WRITTEN):

@@ -41,7 +41,7 @@ _ANSWER = struct.Struct("<IBBBBIQ")
 REQUEST_BYTES = _REQUEST.size
 ANSWER_BYTES = _ANSWER.size
 #: A CONNECT carries at most a device's name and address.
-MAX_ASKED_BYTES = 1024
+MAX_CONNECT_BYTES = 1024
 #: An agent's metadata has about 500 bytes for each network device.
 MAX_GRANTED_BYTES = 1 << 20
 
@@ -109,7 +109,7 @@ class Dialect:
         if len(data) < REQUEST_BYTES:
             return None
         magic, _, op, num_bytes, number, session_id, generation, name, offset, length = _REQUEST.unpack_from(data)
-        if magic != self.request_magic or op not in ControlOp._value2member_map_ or num_bytes > MAX_ASKED_BYTES:
+        if magic != self.request_magic or op not in ControlOp._value2member_map_ or num_bytes > MAX_CONNECT_BYTES:
             raise MalformedMessage(f"{self.protocol} request with magic {magic:#x}, op {op}, {num_bytes} bytes")
         payload = _take_payload(data, REQUEST_BYTES, num_bytes)
         if payload is None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.staged_slots import StagedSlots
+from tanghulu.transfer_engine.transports.onesided.connection import StagedSlots
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, probe
 
 #: Slots of STAGED_BYTES each, by link and device.

@@ -6,27 +6,20 @@ Owns the pair and the order of posting. Nothing here waits, but ``close`` for a 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
-from tanghulu.transfer_engine.core.slices import Opcode, Slice
+from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.transport import Completion, Refused
+from tanghulu.transfer_engine.transports.onesided.connection import Mover, Posted
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
-from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair
-from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
-from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest, which_tell
+from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair, WorkCompletion, WorkRequest, choose_signalled
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_connect, parse_granted
 
 #: Capacity of a queue pair, in works; the engine's windows are smaller.
 MAX_WORKS = 256
 #: Most seconds for which closing waits for posted works to end.
 FLUSH_WAIT_S = 0.2
-
-
-class _Posted(NamedTuple):
-    piece: Slice
-    slot: int | None
 
 
 class SetUp:
@@ -69,7 +62,7 @@ class SetUp:
         self._devices.let_go()
 
 
-class RdmaMover:
+class RdmaMover(Mover):
     """A queue pair of ``local_device``, to be connected to one of the owner's ``far_device``."""
 
     def __init__(
@@ -84,14 +77,12 @@ class RdmaMover:
 
         Raises NodeUnavailable or TransferFailed if there is no queue pair.
         """
-        self.ready = False
+        self._pair = devices.device(local_device).queue_pair(MAX_WORKS)
+        super().__init__(staging.slots, pack_connect(far_device, self._pair.address))
         self._devices, self._local_device, self._staging, self._wake = devices, local_device, staging, wake
         self._set_up: SetUp | None = None
         self._segment = SegmentKey(0, 0)
         self._chain: list[WorkRequest] = []
-        self._posted: deque[_Posted] = deque()
-        self._pair = devices.device(local_device).queue_pair(MAX_WORKS)
-        self.asked = pack_asked(far_device, self._pair.address)
 
     # --- Mover
 
@@ -111,17 +102,17 @@ class RdmaMover:
 
     def has_room_for(self, piece: Slice) -> bool:
         """Return whether the queue pair has a place for it, and so has the staging memory, if required."""
-        return len(self._posted) < MAX_WORKS and self._staging.slots.has_room_for(piece)
+        return len(self._posted) < MAX_WORKS and super().has_room_for(piece)
 
     def post(self, piece: Slice) -> None:
         """Add the slice to the chain that ``flush`` hands to the device."""
-        slot = self._staging.slots.take(piece)
+        slot = self._slots.take(piece)
         if slot is None:
             address = piece.buffer.address + piece.local_offset
             key = self._devices.region(self._local_device, piece.buffer).local_key
         else:
-            address, key = self._staging.slots.address(slot), self._staging.key
-        self._posted.append(_Posted(piece, slot))
+            address, key = self._slots.address(slot), self._staging.key
+        self._posted.append(Posted(piece, slot))
         remote = self._segment.address + piece.remote_offset
         self._chain.append(
             WorkRequest(piece.slice_id, piece.opcode, address, key, remote, self._segment.key, piece.length)
@@ -131,17 +122,7 @@ class RdmaMover:
         """Hand the chain to the device."""
         works, self._chain = self._chain, []
         if works:
-            self._pair.post(works, which_tell([work.length for work in works]))
-
-    @property
-    def num_posted(self) -> int:
-        """Number of slices posted and not ended."""
-        return len(self._posted)
-
-    @property
-    def writing(self) -> bool:
-        """Whether a WRITE is among them."""
-        return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
+            self._pair.post(works, choose_signalled([work.length for work in works]))
 
     def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
         """Take completions: one also signals the end of all posted before it."""
@@ -149,9 +130,9 @@ class RdmaMover:
             if completed.fault:
                 self._failed(completed, ended)
             while self._posted:
-                piece, slot = self._posted.popleft()
+                piece, slot, _ = self._posted.popleft()
                 if slot is not None:
-                    self._staging.slots.put(slot, piece)
+                    self._slots.put(slot, piece)
                 landed.append(piece)
                 if piece.slice_id == completed.work_id:
                     break
@@ -176,9 +157,9 @@ class RdmaMover:
             self._pair.close()
         else:
             self._set_up.abandon()
-        for _, slot in self._posted:
-            if slot is not None:
-                self._staging.slots.put(slot)
+        for each in self._posted:
+            if each.slot is not None:
+                self._slots.put(each.slot)
         self._posted.clear()
 
     # --- inside
@@ -189,7 +170,7 @@ class RdmaMover:
         if completed.access and guilty is not None:
             self._posted.remove(guilty)
             if guilty.slot is not None:
-                self._staging.slots.put(guilty.slot)
-            error = InvalidRequest(f"{completed.fault}: the range is not the segment's")
+                self._slots.put(guilty.slot)
+            error = InvalidRequest(f"{completed.fault}: the range is outside the segment")
             ended.append(Refused(guilty.piece.slice_id, error))
         raise NodeUnavailable(completed.fault) if "RETRY" in completed.fault else TransferFailed(completed.fault)

@@ -11,6 +11,9 @@ Settings of a queue pair, and their origin (docs/rdma.md has the measurements):
 
 RC does not bound the duration of an operation (a peer whose link is down may yield no completion at all), so nobody
 here waits for the device: each poster has its own deadline, and ends with ``QueuePair.close``.
+
+Work requests and completions are laid out in memory of ``PostRing`` and ``CompletionRing``, as the device reads and
+writes them.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
-from tanghulu.transfer_engine.transports.rdma.works import CompletionRing, PostRing, WorkCompletion, WorkRequest
 
 ACK_TIMEOUT = 14
 RETRY_COUNT = 3
@@ -88,7 +91,7 @@ class Device:
         if not self._domain:
             error = _last_error()
             self._verbs.ibv_close_device(self._context)
-            raise NodeUnavailable(f"RDMA device {info.name} gives no protection domain: {error}")
+            raise NodeUnavailable(f"RDMA device {info.name} cannot make a protection domain: {error}")
 
     def register(self, address: int, size_bytes: int, *, remote: bool, writable: bool = True) -> MemoryRegion:
         """Pin memory for the device; ``remote`` lets peers with the key read and write it. Slow: once per arena.
@@ -115,9 +118,9 @@ class Device:
         try:
             region = abi.register_dmabuf(self._verbs)(self._domain, 0, size_bytes, address, fd, access)
         except AttributeError:
-            raise TransferFailed("this libibverbs knows no dmabufs; it needs rdma-core 34") from None
+            raise TransferFailed("this libibverbs does not support dmabufs; install rdma-core 34 or newer") from None
         if not region:
-            raise TransferFailed(f"{self.info.name} takes no dmabuf: {_last_error()}")
+            raise TransferFailed(f"{self.info.name} cannot register a dmabuf: {_last_error()}")
         self._verbs.ibv_dereg_mr(region)
 
     def queue_pair(self, max_works: int) -> QueuePair:
@@ -194,7 +197,7 @@ class QueuePair:
 
     def _made(self, thing: Any, name: str) -> Any:
         if not thing:
-            raise TransferFailed(f"{self._info.name} gives no {name}: {_last_error()}")
+            raise TransferFailed(f"{self._info.name} cannot make a {name}: {_last_error()}")
         return thing
 
     @property
@@ -225,15 +228,15 @@ class QueuePair:
             if fault:
                 raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {os.strerror(fault)}")
 
-    def post(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
-        """Hand a chain to the device; works selected by ``tell``, including the last, signal their end.
+    def post(self, works: Sequence[WorkRequest], signalled: Sequence[bool]) -> None:
+        """Hand a chain to the device; works selected by ``signalled``, including the last, signal their end.
 
         Raises TransferFailed; then none, some or all of them were taken, and the pair must be closed.
         """
-        self._ring.fill(works, tell)
+        self._ring.fill(works, signalled)
         fault = self._call_post(self._pair_address, self._ring.address, ctypes.byref(self._rejected))
         if fault:
-            raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
+            raise TransferFailed(f"{self._info.name} rejects work requests: {os.strerror(abs(fault))}")
 
     def poll(self) -> list[WorkCompletion]:
         """Return operations ended since the last call, in order; never waits. Of unsignalled ones only failures.
@@ -333,7 +336,7 @@ def _open(name: str) -> Any:
     finally:
         if devices:
             verbs.ibv_free_device_list(devices)
-    raise NodeUnavailable(f"there is no RDMA device {name} any more")
+    raise NodeUnavailable(f"RDMA device {name} is gone")
 
 
 def _describe(name: str) -> DeviceInfo:
@@ -363,3 +366,91 @@ def _best_gid(context: Any) -> tuple[int, str]:
     if best is None:
         raise NodeUnavailable("its port has no GID")
     return best[1], best[2]
+
+
+#: Interval of signalled completions, in works and in bytes; the last work of every chain also signals. This gives fewer
+#: completions to poll, no waiting in vain, and visible progress (a path without any is presumed dead).
+SIGNAL_WORKS = 8
+SIGNAL_BYTES = 1 << 20
+_ACCESS_FAULTS = ("REM_ACCESS_ERR", "REM_INV_REQ_ERR", "LOC_PROT_ERR")
+
+
+class WorkRequest(NamedTuple):
+    """One one-sided operation. ``local_key`` covers the local range, ``remote_key`` the remote one."""
+
+    work_id: int
+    opcode: Opcode
+    local_address: int
+    local_key: int
+    remote_address: int
+    remote_key: int
+    length: int
+
+
+class WorkCompletion(NamedTuple):
+    """The end of one signalled operation; ``fault`` is empty when it succeeded, and then all before it did too."""
+
+    work_id: int
+    fault: str
+    flushed: bool
+    access: bool
+
+
+def choose_signalled(lengths: Sequence[int]) -> list[bool]:
+    """Choose works of one chain that signal their end. Example of 1 MiB each: all; 64 KiB: every 8th and the last."""
+    signalled: list[bool] = []
+    num_works = num_bytes = 0
+    for length in lengths:
+        num_works, num_bytes = num_works + 1, num_bytes + length
+        signalled.append(num_works == SIGNAL_WORKS or num_bytes >= SIGNAL_BYTES)
+        if signalled[-1]:
+            num_works = num_bytes = 0
+    signalled[-1] = True
+    return signalled
+
+
+class PostRing:
+    """Memory in which a chain of work requests is laid out for the device, one call for all of them.
+
+    The device has taken what it needs when the call returns, so every chain begins in the first place. Example of three
+    works: place 0 points to 1, 1 to 2, and 2 to nothing.
+    """
+
+    def __init__(self, max_works: int) -> None:
+        size_bytes = abi.SEND_REQUEST.size
+        self._memory = ctypes.create_string_buffer(max_works * size_bytes)
+        self.address = ctypes.addressof(self._memory)
+        self._places = [(n * size_bytes, self.address + n * size_bytes) for n in range(max_works)]
+        self._size_bytes = size_bytes
+
+    def fill(self, works: Sequence[WorkRequest], signalled: Sequence[bool]) -> None:
+        """Lay out the chain; works whose ``signalled`` is true will signal their end."""
+        pack, memory, size_bytes, last = abi.SEND_REQUEST.pack_into, self._memory, self._size_bytes, len(works) - 1
+        read, write = abi.WR_RDMA_READ, abi.WR_RDMA_WRITE
+        for number, (work, signals, (offset, address)) in enumerate(zip(works, signalled, self._places, strict=False)):
+            pack(
+                memory, offset, work.work_id, 0 if number == last else address + size_bytes, address + abi.SGE_OFFSET,
+                1, read if work.opcode is Opcode.READ else write, abi.SEND_SIGNALED if signals else 0,
+                work.remote_address, work.remote_key, work.local_address, work.length, work.local_key,
+            )  # fmt: skip
+
+
+class CompletionRing:
+    """Memory into which the device's completions are polled."""
+
+    def __init__(self, max_works: int) -> None:
+        self.max_works = max_works
+        self._memory = ctypes.create_string_buffer(max_works * abi.COMPLETION.size)
+        self._view = memoryview(self._memory).cast("B")
+        self.address = ctypes.addressof(self._memory)
+
+    def take(self, num: int) -> list[WorkCompletion]:
+        """Return the first ``num``, as left by the last poll."""
+        return [_completed(*each) for each in abi.COMPLETION.iter_unpack(self._view[: num * abi.COMPLETION.size])]
+
+
+def _completed(work_id: int, status: int) -> WorkCompletion:
+    if status == 0:
+        return WorkCompletion(work_id, "", False, False)
+    fault = abi.STATUS[status] if 0 < status < len(abi.STATUS) else f"status {status}"
+    return WorkCompletion(work_id, fault, fault == "WR_FLUSH_ERR", fault in _ACCESS_FAULTS)

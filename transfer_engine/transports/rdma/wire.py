@@ -2,7 +2,7 @@
 
 The payloads of an rdma CONNECT and of its answer (see ``onesided.wire``):
 
-    asked    device's name 64 bytes, padded by NUL | gid 16 bytes | lid u16 | queue pair's number u32 | first packet u32
+    connect  device's name 64 bytes, padded by NUL | gid 16 bytes | lid u16 | queue pair's number u32 | first packet u32
              | mtu u8
     granted  gid, lid, number, first packet, mtu as above | segment's address u64 | key u32
 """
@@ -39,13 +39,13 @@ class SegmentKey(NamedTuple):
     key: int
 
 
-def pack_asked(device: str, address: QueuePairAddress) -> bytes:
+def pack_connect(device: str, address: QueuePairAddress) -> bytes:
     """Pack the client's queue pair, and the owner's device to which it is to be connected."""
     return device.encode().ljust(MAX_DEVICE_BYTES, b"\0") + _pack_address(address)
 
 
-def parse_asked(payload: bytes) -> tuple[str, QueuePairAddress]:
-    """Invert ``pack_asked``; raises MalformedMessage."""
+def parse_connect(payload: bytes) -> tuple[str, QueuePairAddress]:
+    """Invert ``pack_connect``; raises MalformedMessage."""
     name, address = payload[:MAX_DEVICE_BYTES], payload[MAX_DEVICE_BYTES:]
     if len(address) != _ADDRESS.size:
         raise MalformedMessage(f"an rdma CONNECT with {len(payload)} bytes")

@@ -17,7 +17,8 @@ import socket
 import structlog
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
-from tanghulu.rpc.unix_sockets import peer_pidfd, peer_process, peer_uid
+from tanghulu.rpc.sockets import peer_pidfd, peer_process, peer_uid, private_files
+from tanghulu.runtime.tasks import undo_on_error
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint, SessionKey
 from tanghulu.transfer_engine.core.transport import ServeContext
@@ -72,17 +73,11 @@ class ShmListener:
     async def start(self) -> None:
         """Bind (replacing a dead process's socket file) and listen; raises OSError if the path cannot be used."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
+        with undo_on_error(listener.close):
             _unlink_if_dead(self._path)
-            previous = os.umask(0o177)
-            try:
+            with private_files():
                 listener.bind(self._path)
-            finally:
-                os.umask(previous)
             listener.listen(_BACKLOG)
-        except BaseException:  # including a cancel: the socket has no other owner; re-raised
-            listener.close()
-            raise
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener), name=f"shm listener {self._path}")
 
@@ -163,8 +158,8 @@ class ShmListener:
             raise Unauthorized(f"uid {uid} may not map the memory of uid {os.getuid()}; use tcp")
         if name != self._segment.name or generation != self._generation:
             raise NodeUnavailable(
-                f"segment {name!r} of generation {generation} is gone; "
-                f"{self._segment.name!r} of generation {self._generation} is here: ask for its descriptor again"
+                f"segment {name!r} of generation {generation} has ended; "
+                f"{self._segment.name!r} of generation {self._generation} is served now; fetch its descriptor again"
             )
         if len(self._peers) > self._max_connections:
             raise Overloaded(f"{self._max_connections} peers map this segment; use tcp")
@@ -197,7 +192,7 @@ async def _receive(peer: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         piece = await asyncio.get_running_loop().sock_recv(peer, num_bytes - len(data))
         if not piece:
-            raise MalformedMessage("the peer hung up inside its hello")
+            raise MalformedMessage("the peer closed the connection inside its hello")
         data += piece
     return data
 

@@ -18,7 +18,7 @@ import threading
 from queue import SimpleQueue
 from typing import Protocol
 
-from tanghulu.transfer_engine.core.copying import Memory, copy
+from tanghulu.transfer_engine.core.buffers import Memory, copy
 from tanghulu.transfer_engine.core.slices import Opcode
 
 #: Length from which a copy is cut. A helper needs some 50 us to wake, in which 400 KiB are copied.

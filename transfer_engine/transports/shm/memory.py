@@ -20,7 +20,7 @@ import weakref
 import numpy as np
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable
-from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
+from tanghulu.transfer_engine.core.buffers import Bytes, Memory, copy
 from tanghulu.transfer_engine.core.page_touch import PageToucher
 from tanghulu.transfer_engine.core.segment import map_shared
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -187,7 +187,9 @@ class ProcessMemory:
     def digest(self, offset: int, length: int) -> int:
         """Return the xxh3_64 of a range, which is copied for it."""
         if length > _DIGEST_PIECE_BYTES:
-            raise NodeUnavailable(f"{length} bytes are too many to copy for their checksum; cut the slices smaller")
+            raise NodeUnavailable(
+                f"a slice of {length} bytes is too long to be copied for its checksum; use smaller slices"
+            )
         copied = ctypes.create_string_buffer(length)
         self._move(Opcode.READ, ctypes.addressof(copied), offset, length)
         return digest_of(memoryview(copied))

@@ -22,8 +22,9 @@ import struct
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import lose_in_children
+from tanghulu.runtime.tasks import undo_on_error
+from tanghulu.transfer_engine.core.buffers import Memory
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
-from tanghulu.transfer_engine.core.copying import Memory
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, SessionKey, map_shared
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
@@ -70,7 +71,7 @@ def connect(context: ConnectContext) -> ShmPeer:
     """Return another process's segment on this host, mapped. Raises as ``ShmPeer.open``; NodeUnavailable elsewhere."""
     descriptor = context.descriptor
     if descriptor.host_id != context.host_id:
-        raise NodeUnavailable(f"it is on host {descriptor.host_id!r}, we are on {context.host_id!r}")
+        raise NodeUnavailable(f"the segment is on host {descriptor.host_id!r}, this process on {context.host_id!r}")
     failure: TanghuluError | None = None
     for endpoint in context.endpoints(NAME):
         try:
@@ -126,20 +127,18 @@ class ShmPeer:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            lose_in_children(sock)
-            sock.settimeout(timeout_s)
-            sock.connect(endpoint.address)
-            sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
-            memory = _receive_memory(sock, descriptor.size_bytes)
-            sock.setblocking(False)
-            return cls(sock, memory, endpoint)
-        except BaseException as error:  # including an interrupt: the socket has no other owner; re-raised
-            sock.close()
-            if isinstance(error, OtherVersion):
-                raise typed_error(error, f"shm socket {endpoint.address}") from error
-            if isinstance(error, OSError | MalformedMessage):
-                raise NodeUnavailable(f"shm socket {endpoint.address}: {error or type(error).__name__}") from error
-            raise
+            with undo_on_error(sock.close):
+                lose_in_children(sock)
+                sock.settimeout(timeout_s)
+                sock.connect(endpoint.address)
+                sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
+                memory = _receive_memory(sock, descriptor.size_bytes)
+                sock.setblocking(False)
+                return cls(sock, memory, endpoint)
+        except OtherVersion as error:
+            raise typed_error(error, f"shm socket {endpoint.address}") from error
+        except (OSError, MalformedMessage) as error:
+            raise NodeUnavailable(f"shm socket {endpoint.address}: {error or type(error).__name__}") from error
 
     @property
     def mapped(self) -> bool:
@@ -203,7 +202,7 @@ class ShmPeer:
 
     def gone(self) -> NodeUnavailable:
         """Return the error to report when the owner is not ``alive``."""
-        return NodeUnavailable(f"shm socket {self._endpoint.address}: the owner of the segment hung up")
+        return NodeUnavailable(f"shm socket {self._endpoint.address}: the segment's owner closed the connection")
 
     def connect(self) -> ShmLink:
         """Return a link; all share the mapping."""
@@ -334,6 +333,6 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         piece = sock.recv(num_bytes - len(data))
         if not piece:
-            raise ConnectionResetError("the peer hung up inside its answer")
+            raise ConnectionResetError("the owner closed the connection inside its answer")
         data += piece
     return data

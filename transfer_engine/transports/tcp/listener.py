@@ -23,7 +23,7 @@ from typing import cast
 
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.errors import TanghuluError
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.sockets import unpace_within_machine
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext

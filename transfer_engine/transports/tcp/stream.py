@@ -58,32 +58,6 @@ class _Interrupted(NamedTuple):
     error: OSError | None
 
 
-class AnswerTaker:
-    """Waits for the answer to a plain slice that has its connection for itself, in the fewest system calls.
-
-    The stream handles any unexpected answer.
-    """
-
-    def __init__(self, sock: StreamSocket) -> None:
-        self._sock = sock
-
-    def acknowledgement(self, head: memoryview) -> tuple[bool, int]:
-        """Return (whether a WRITE was acknowledged, bytes received into ``head``)."""
-        got = self._sock.recv_into(head, 0, 0)
-        return got == REPLY_BYTES and head == _ACKNOWLEDGEMENT, got
-
-    def payload(self, head: memoryview, memory: memoryview) -> tuple[bool, int]:
-        """Return (whether all of a READ's payload is in ``memory``, bytes received, its reply's included)."""
-        got = self._sock.recvmsg_into((head, memory), 0, 0)[0]
-        num_bytes = len(memory)
-        if got < REPLY_BYTES or head != pack_reply(FAST_SLICE_ID, num_bytes):
-            return False, got
-        if got < REPLY_BYTES + num_bytes:
-            with contextlib.suppress(BlockingIOError):
-                got += self._sock.recv_into(memory[got - REPLY_BYTES :], 0, socket.MSG_WAITALL)
-        return got == REPLY_BYTES + num_bytes, got
-
-
 class TcpStream:
     """A connection on ``path``; sends hello first. ``sock`` has begun to connect, and is closed by ``close``."""
 
@@ -106,7 +80,6 @@ class TcpStream:
         self._text: bytearray | None = None  # a refusal's text, while it is received
         self._sock = sock
         self._sock.setblocking(True)
-        self._answers = AnswerTaker(sock)
         self._interrupted: _Interrupted | None = None
         self._timeout_s = 0.0  # of calls that wait; 0 before the first setting
         self.watched_blocked = True  # as last set in the poller
@@ -226,14 +199,14 @@ class TcpStream:
             if is_read:
                 sent = self._sock.send(head, _DONTWAIT)
                 if sent == HEAD_BYTES:
-                    arrived, got = self._answers.payload(self._head, memory)
+                    arrived, got = self._take_payload(memory)
                     if arrived:
                         return True
             else:
                 self._num_writes += 1  # for a cut, if an interrupt of this thread ends it here
                 sent = self._sock.sendmsg((head, memory), (), _DONTWAIT)
                 if sent == HEAD_BYTES + num_bytes:
-                    arrived, got = self._answers.acknowledgement(self._head)
+                    arrived, got = self._take_acknowledgement()
                     if arrived:
                         self._num_writes -= 1
                         return True
@@ -270,6 +243,22 @@ class TcpStream:
         self._expected.clear()
 
     # --- inside
+
+    def _take_acknowledgement(self) -> tuple[bool, int]:
+        """Wait for a WRITE's answer; return (whether it is an acknowledgement, bytes received into the head)."""
+        got = self._sock.recv_into(self._head, 0, 0)
+        return got == REPLY_BYTES and self._head == _ACKNOWLEDGEMENT, got
+
+    def _take_payload(self, memory: memoryview) -> tuple[bool, int]:
+        """Wait for a READ's answer; return (whether its payload is in ``memory``, bytes received with the reply)."""
+        got = self._sock.recvmsg_into((self._head, memory), 0, 0)[0]
+        num_bytes = len(memory)
+        if got < REPLY_BYTES or self._head != pack_reply(FAST_SLICE_ID, num_bytes):
+            return False, got
+        if got < REPLY_BYTES + num_bytes:
+            with contextlib.suppress(BlockingIOError):
+                got += self._sock.recv_into(memory[got - REPLY_BYTES :], 0, socket.MSG_WAITALL)
+        return got == REPLY_BYTES + num_bytes, got
 
     def _broken(self, error: OSError) -> ConnectionBroken:
         return ConnectionBroken(NodeUnavailable(f"{self.path.label}: {error.strerror or error}"))
@@ -351,7 +340,7 @@ class TcpStream:
     def _on_reply(self, ended: list[Completion]) -> None:
         refused, slice_id, num_bytes, self._digest = parse_reply(self._head)
         if not self._expected:
-            raise MalformedMessage(f"a reply to slice {slice_id} that nobody asked for")
+            raise MalformedMessage(f"a reply to slice {slice_id}, which was not requested")
         first = self._expected[0]
         if slice_id != (first.slice_id if isinstance(first, Slice) else _HELLO_ID):
             raise MalformedMessage(f"a reply to slice {slice_id} out of order")

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from tanghulu.transfer_engine.core.config import MIB, EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.links import WiredLink
-from tanghulu.transfer_engine.core.network import KernelNetwork, Network
+from tanghulu.transfer_engine.core.network import Network
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
@@ -36,8 +36,8 @@ from tanghulu.transfer_engine.core.transport import (
 )
 from tanghulu.transfer_engine.topology.devices import Topology, pair
 from tanghulu.transfer_engine.transports.tcp.listener import TcpListener
+from tanghulu.transfer_engine.transports.tcp.sockets import KernelNetwork
 from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
-from tanghulu.transfer_engine.transports.tcp.tls import TlsNetwork
 from tanghulu.types import Address
 
 NAME = "tcp"
@@ -47,7 +47,7 @@ LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slice
 def connect(context: ConnectContext, network: Network | None = None) -> TcpPeer:
     """Return a remote segment behind some ``host:port``; nothing is sent yet. ``network`` replaces the machine's."""
     if network is None:
-        network = TlsNetwork(context.config.tls) if context.config.tls else KernelNetwork()
+        network = KernelNetwork(context.config.tls)
     return TcpPeer(context, network)
 
 
@@ -158,7 +158,7 @@ class TcpLink(WiredLink[TcpStream]):
         try:
             stream.resume(piece, self._ended)
             if stream.blocked:
-                self._tell_poller(stream)
+                self._update_poller(stream)
         except ConnectionBroken as broken:
             self._break(path, broken.error)
 
@@ -182,7 +182,7 @@ class TcpLink(WiredLink[TcpStream]):
             connection.send()
         connection.receive(self._ended)
         if connection.blocked is not connection.watched_blocked:
-            self._tell_poller(connection)
+            self._update_poller(connection)
 
     def _shut(self, connection: TcpStream) -> None:
         if connection.writes_unanswered:
@@ -203,8 +203,8 @@ class TcpLink(WiredLink[TcpStream]):
             self._break(stream.path, broken.error)
             return
         if stream.blocked is not stream.watched_blocked:
-            self._tell_poller(stream)
+            self._update_poller(stream)
 
-    def _tell_poller(self, stream: TcpStream) -> None:
+    def _update_poller(self, stream: TcpStream) -> None:
         self._poller.modify(stream.fileno(), stream.interest)
         stream.watched_blocked = stream.blocked

@@ -79,7 +79,7 @@ def _nixl() -> ModuleType:
                 return _bindings[0]
             except ImportError as error:
                 reasons.append(str(error))
-        raise NodeUnavailable(f"NIXL is not here ({'; '.join(reasons)}); pip install --no-deps nixl-cu12")
+        raise NodeUnavailable(f"NIXL cannot be imported ({'; '.join(reasons)}); run pip install --no-deps nixl-cu12")
 
 
 class AgentRegistration:
@@ -118,7 +118,7 @@ class Agent:
             self._agent.createBackend("UCX", {"engine_config": _LANES})
         except self._errors as error:
             self._agent = None
-            raise NodeUnavailable(f"NIXL makes no agent with UCX here: {error}") from None
+            raise NodeUnavailable(f"NIXL cannot make an agent with UCX: {error}") from None
 
     @property
     def closed(self) -> bool:
@@ -131,7 +131,7 @@ class Agent:
         try:
             self._agent.registerMem(described, [])
         except self._errors as error:
-            raise TransferFailed(f"UCX does not register {num_bytes} bytes: {error}") from None
+            raise TransferFailed(f"UCX cannot register {num_bytes} bytes: {error}") from None
         return AgentRegistration(self, described)
 
     def deregister(self, described: Any) -> None:

@@ -1,4 +1,4 @@
-"""TLS for the tcp transport: sockets that encrypt, with the calls and exceptions of the plain ones they replace.
+"""The machine's TCP connections, plain or encrypted by TLS with the calls and exceptions of the plain ones.
 
 A record that the kernel does not take whole is kept by OpenSSL, which must then be given the same bytes again: streams
 do so, since they keep unsent bytes. ``recv_into`` continues until there is no further record, so no decrypted bytes
@@ -17,10 +17,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
+from tanghulu.errors import NodeUnavailable
+from tanghulu.rpc.sockets import SILENT_HOST_S, notice_dead_peer, unpace_within_machine
 from tanghulu.runtime.fork import lose_in_children
-from tanghulu.transfer_engine.core.network import KernelNetwork, Poller, StreamSocket
+from tanghulu.transfer_engine.core.network import Poller, StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.types import Address
 
@@ -30,21 +32,47 @@ _TIMEVAL = struct.Struct("ll")
 _HANDSHAKE_PAUSE_MS = 1
 
 
-class TlsNetwork:
-    """The machine's connections, encrypted; ``tls`` holds what verifies the peer and what to show it."""
+class KernelNetwork:
+    """The machine's own network; ``tls`` with files verifies peers, and encrypts."""
 
-    def __init__(self, tls: TlsFiles) -> None:
+    def __init__(self, tls: TlsFiles = NO_TLS) -> None:
         self._tls = tls
-        self._kernel = KernelNetwork()
 
     def connect(self, path: Path, address: Address) -> StreamSocket:
-        """Connect as KernelNetwork does; raises ConfigError for bad files."""
-        context = client_context(self._tls)
-        return TlsStreamSocket(self._kernel.connect(path, address), context, address.host)
+        """Return a socket that has begun to connect, bound to the path's local device if it names one."""
+        return connect(path.label, address, self._tls, path.local_device)
 
     def poller(self) -> Poller:
         """Return an epoll descriptor."""
-        return self._kernel.poller()
+        return select.epoll()
+
+
+def connect(label: str, address: Address, tls: TlsFiles = NO_TLS, device: str = "") -> StreamSocket:
+    """Return a socket without Nagle's delay that has begun to connect.
+
+    Raises NodeUnavailable, beginning with ``label``, and ConfigError for bad files of TLS.
+    """
+    context = client_context(tls) if tls else None
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, target = found[0]
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+    except OSError as error:
+        raise NodeUnavailable(f"{label}: {error.strerror or error}") from error
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if device:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        refusal = sock.connect_ex(target)
+        if refusal not in (0, errno.EINPROGRESS):
+            raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
+        unpace_within_machine(sock, target)
+        notice_dead_peer(sock, SILENT_HOST_S)
+        lose_in_children(sock)
+    except OSError as error:
+        sock.close()
+        raise NodeUnavailable(f"{label}: {error.strerror or error}") from error
+    return sock if context is None else TlsStreamSocket(sock, context, address.host)
 
 
 class TlsStreamSocket:

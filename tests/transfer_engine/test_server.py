@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
-from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.rpc.sockets import unpace_within_machine
 from tanghulu.rpc.wire import encode, parser_of
 from tanghulu.transfer_engine.core import admission, wire
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
-from tanghulu.transfer_engine.core.network import KernelNetwork
 from tanghulu.transfer_engine.core.paths import Path as TransferPath
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.transports.tcp.sockets import KernelNetwork
 from tanghulu.types import Address
 from tests.transfer_engine.segment_process import HOST_ID, SegmentProcess, random_bytes
 
@@ -101,7 +101,7 @@ async def test_refused_requests_keep_the_connection(bench: Bench):
     assert isinstance(answers[0][1], InvalidRequest)
     assert getattr(answers[1][1], "code", "") == "NODE_UNAVAILABLE"
     assert [answer for _, answer in answers[2:]] == [b"", b"fine"]
-    assert bench.server.num_refused == 2
+    assert bench.server.admission.num_refused == 2
     assert bench.server.bytes_written["tcp"] == bench.server.bytes_read["tcp"] == 4
 
 
@@ -311,7 +311,7 @@ async def test_the_owner_s_end_of_a_local_connection_is_not_paced(bench: Bench):
     peer = await bench.peer()
     peer.say(hello())
     assert await peer.reply() == (0, b"")
-    (connection,) = bench.server._admission.connections
+    (connection,) = bench.server.admission.connections
     sock = connection._transport.get_extra_info("socket")  # type: ignore[attr-defined]
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno\0")
 

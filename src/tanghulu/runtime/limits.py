@@ -1,4 +1,4 @@
-"""The memory available from this machine, and from the control group in which this process runs.
+"""Limits of this process: files and connections that it may open, and memory of its machine and control groups.
 
 A store node's memory is allocated as it fills, so one configured for more than there is would run for weeks before it
 is killed. The limit is the minimum of the machine (``MemTotal``, ``MemAvailable``) and each control group from this
@@ -8,12 +8,76 @@ as used by a group, as the kernel reclaims it.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import structlog
 
 from tanghulu.errors import ConfigError, Overloaded
+from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import format_size
+
+_log = structlog.get_logger(__name__)
+_rare_log = RareLog(_log)
+#: Descriptors that a process has open besides its peers' connections.
+_OTHERS: Final = 256
+#: With fewer no process gets far enough to report what is wrong.
+LEAST: Final = 64
+#: Reserved for refusals and for a process's own files: a 16th of all, within these bounds.
+_LEAST_KEPT, _MOST_KEPT = 8, 64
+_LOOK_S: Final = 1.0
+_HINT: Final = "raise the limit of open files (ulimit -n, LimitNOFILE)"
+
+
+def _most() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft in (resource.RLIM_INFINITY, -1) else soft
+
+
+def require_descriptors() -> None:
+    """Raise the soft limit to ``LEAST`` if allowed; else raise ConfigError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = (resource.RLIM_INFINITY, -1)
+    if soft not in unlimited and soft < LEAST:
+        if hard not in unlimited and hard < LEAST:
+            raise ConfigError(f"this process may open {hard} files and needs at least {LEAST}: {_HINT}")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST, hard))
+
+
+def allow_descriptors(num_connections: int) -> None:
+    """Raise the process's soft limit to the hard one; log if that is not enough for ``num_connections``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = num_connections + _OTHERS
+    if hard not in (resource.RLIM_INFINITY, -1) and hard < wanted:
+        _log.warning("process.few_descriptors", most=hard, wanted=wanted, hint=_HINT)
+
+
+def refuse_last_descriptors(descriptor: int) -> None:
+    """Raise Overloaded if a peer's connection, accepted as ``descriptor``, is one of the last possible ones.
+
+    The kernel assigns the lowest free number, so it indicates how many are in use.
+    """
+    most = _most()
+    if descriptor >= most - min(_MOST_KEPT, max(_LEAST_KEPT, most // 16)):
+        _rare_log.warning("process.out_of_descriptors", most=most, hint=_HINT)
+        raise Overloaded(f"this process may have {most} files open and has none left for a connection: {_HINT}")
+
+
+async def watch_descriptors() -> None:
+    """Log while none can be opened; runs until cancelled. Event loops then close connections without an error."""
+    while True:
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            _rare_log.warning("process.out_of_descriptors", most=_most(), hint=_HINT)
+        await asyncio.sleep(_LOOK_S)
+
 
 #: (limit, usage, the field of memory.stat with the cache reclaimed first) by version of control groups.
 _FILES = {
@@ -47,8 +111,8 @@ def refuse_too_much(wanted_bytes: int, flag: str, root: Path = Path("/")) -> Non
         if wanted_bytes > free_bytes:
             has, left = format_size(total_bytes), format_size(free_bytes)
             raise Overloaded(
-                f"{flag} {format_size(wanted_bytes)}: of the {has} that {where} has, {left} are free; request less, or "
-                "end what uses the rest (clients of a node that ended hold its memory until they notice)"
+                f"{flag} {format_size(wanted_bytes)}: {where} has {left} free of {has}; request less, or "
+                "stop what uses the rest (clients of an ended node hold its memory until they notice)"
             )
 
 

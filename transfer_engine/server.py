@@ -7,16 +7,15 @@ peers, ``core.access`` what they may touch; the transports' listeners and the pe
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 
-from tanghulu.runtime.least_rate import LEAST_BYTES_S
-from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.runtime.clock import LEAST_BYTES_S
+from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.admission import OnNotice, PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import Listener, ServeContext
-from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
 
@@ -57,13 +56,13 @@ class SegmentServer:
         self._looking: asyncio.TimerHandle | None = None
         self._emptied = asyncio.Event()
         self._open = False
-        self._admission = PeerAdmission(
+        self.admission = PeerAdmission(
             segment,
             access,
             generation=generation,
             max_connections=limits.max_connections,
             soon=_soon,
-            on_freed=self._tell,
+            on_freed=self._report_freed,
             on_emptied=self._emptied.set,
             on_notice=on_notice,
         )
@@ -71,10 +70,10 @@ class SegmentServer:
             segment=segment,
             access=access,
             generation=generation,
-            admission=self._admission,
+            admission=self.admission,
             listen=listen,
             limits=limits,
-            on_freed=self._tell,
+            on_freed=self._report_freed,
             watch_process=self._watch.add,
             on_hang_up=self._process_exited if listen.shm_hang_up_frees else lambda _: None,
         )
@@ -92,7 +91,7 @@ class SegmentServer:
         TransferFailed if the memory cannot be registered.
         """
         assert not self._open, "a server starts once"
-        self._open = self._admission.open = True
+        self._open = self.admission.open = True
         try:
             for listener in self._listeners.values():
                 await listener.start()
@@ -114,7 +113,7 @@ class SegmentServer:
         """Disconnect all peers; no transfer is open, and no socket file is left, when this returns."""
         if not self._open:
             return
-        self._open = self._admission.open = False
+        self._open = self.admission.open = False
         if self._sweeping is not None:
             self._sweeping.cancel()
         if self._looking is not None:
@@ -122,7 +121,7 @@ class SegmentServer:
         for listener in reversed(self._listeners.values()):
             await listener.close()
         self._watch.close()
-        if self._admission.connections:
+        if self.admission.connections:
             await self._emptied.wait()
         await asyncio.sleep(0)  # READs end one turn behind their connection_lost
 
@@ -138,36 +137,16 @@ class SegmentServer:
     @property
     def bytes_read(self) -> dict[str, int]:
         """Payload bytes by transport, from the client's point of view."""
-        return {"shm": 0, "tcp": self._admission.bytes_read}
+        return {"shm": 0, "tcp": self.admission.bytes_read}
 
     @property
     def bytes_written(self) -> dict[str, int]:
         """Payload bytes by transport, from the client's point of view."""
-        return {"shm": 0, "tcp": self._admission.bytes_written}
-
-    @property
-    def num_refused(self) -> int:
-        """Refused tcp connections and slices."""
-        return self._admission.num_refused
-
-    @property
-    def num_notices(self) -> int:
-        """Notices handed to ``on_notice``."""
-        return self._admission.num_notices
-
-    @property
-    def num_mismatches(self) -> int:
-        """Verified WRITEs that landed with another checksum."""
-        return self._admission.num_mismatches
-
-    @property
-    def num_fenced(self) -> int:
-        """tcp connections given up by their clients with a WRITE on them."""
-        return self._admission.num_fenced
+        return {"shm": 0, "tcp": self.admission.bytes_written}
 
     def check(self) -> None:
         """Assert the invariants."""
-        self._admission.check()
+        self.admission.check()
         for listener in self._listeners.values():
             listener.check()
 
@@ -176,18 +155,18 @@ class SegmentServer:
 
     # --- inside
 
-    def _tell(self, freed: Sequence[Freed]) -> None:
+    def _report_freed(self, freed: Sequence[Freed]) -> None:
         if freed and self._on_freed is not None:
             self._on_freed(freed)
 
     def _process_exited(self, session_id: int) -> None:
         self._watch.forget(session_id)
         if self._access is not None:
-            self._tell(self._access.session_exited(session_id))
+            self._report_freed(self._access.session_exited(session_id))
 
     def _sweep(self) -> None:
         """Cut connections that stall inside a slice; forget ended sessions."""
-        self._admission.cut_stalled(round(LEAST_BYTES_S * self._limits.stall_timeout_s))
+        self.admission.cut_stalled(round(LEAST_BYTES_S * self._limits.stall_timeout_s))
         for session_id in self._watch.session_ids:
             if self._access is None or not self._access.has_session(session_id):
                 self._watch.forget(session_id)
@@ -195,5 +174,42 @@ class SegmentServer:
 
     def _look(self) -> None:
         """Cut connections that have sent no HELLO since the last look: at most ``hello_s`` after they connected."""
-        self._admission.cut_unknown()
+        self.admission.cut_unknown()
         self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)
+
+
+class ProcessWatch:
+    """Reports, once per session, that a peer's process has exited."""
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
+        self._pidfds: dict[int, int] = {}
+
+    def add(self, session_id: int, pidfd: int) -> None:
+        """Watch ``pidfd`` for the session and own it; a second one for the same session is closed."""
+        if session_id in self._pidfds:
+            os.close(pidfd)
+            return
+        self._pidfds[session_id] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, session_id)
+
+    def forget(self, session_id: int) -> None:
+        """Stop watching; unknown sessions are fine."""
+        pidfd = self._pidfds.pop(session_id, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    @property
+    def session_ids(self) -> list[int]:
+        """The watched sessions."""
+        return list(self._pidfds)
+
+    def close(self) -> None:
+        """Stop watching everything."""
+        for session_id in self.session_ids:
+            self.forget(session_id)
+
+    def _exited(self, session_id: int) -> None:
+        self.forget(session_id)
+        self._on_exit(session_id)

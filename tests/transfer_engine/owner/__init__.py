@@ -1,1 +1,0 @@
-"""Tests of the owner's side of a segment."""

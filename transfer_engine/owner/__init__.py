@@ -1,1 +1,0 @@
-"""A process's segment, offered to peers over all of its transports."""
