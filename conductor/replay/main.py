@@ -175,7 +175,6 @@ class ReplayConfig(HttpClientOptions):
             num_prefill=self.prefill,
             num_decode=self.decode,
             num_workers=self.workers,
-            worker_speeds=self.worker_speeds,
             model=LatencyModel(**self._same(LatencyModel)),
             shortest_first=self.order == "sjf",
             ttft_slo_s=self.ttft_slo,
