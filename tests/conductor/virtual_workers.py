@@ -30,8 +30,7 @@ from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import FetchWanted, Sampled, StepPlan
 from tanghulu.workers.mock.runner import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
 

@@ -19,7 +19,7 @@ from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import Sampled
 from tanghulu.workers.mock.loading import byte_level
 from tanghulu.workers.weights import resolve_model
 

@@ -21,8 +21,7 @@ from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, KvFetch
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_plan import FetchWanted
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import FetchWanted, StepResult
 from tests.workers.peers import export_at
 from tests.workers.tiny import request
 

@@ -30,8 +30,7 @@ from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import chunk_of, rows_of, scores_of
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import Sampled, StepPlan
 
 _log = structlog.get_logger(__name__)
 

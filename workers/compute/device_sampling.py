@@ -27,7 +27,7 @@ from tanghulu.workers.compute.sampling import (
     touches,
     unit_uniform,
 )
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import Sampled
 
 _CANDIDATES = 1024
 _LOWEST = float("-inf")

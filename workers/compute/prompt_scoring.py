@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tanghulu.workers.compute.device import upload
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 
 #: Most logits in memory at a time, 16 MiB; at least those of one row.
 MAX_LOGITS = 4 << 20

@@ -24,7 +24,7 @@ from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.session.sampling import Sampling
 from tanghulu.workers.engine.grammar import Grammar
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import Sampled
 
 #: Most likely tokens that top-p alone tries first; it sorts all only if they do not suffice.
 _NUCLEUS_FIRST = 512

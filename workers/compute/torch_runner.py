@@ -15,9 +15,7 @@ from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
-from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import PromptScoreArrays, Sampled, ScheduledRun, StepPlan
 
 
 class TorchRunner:

@@ -15,7 +15,7 @@ from torch.profiler import profile, supported_activities
 
 from tanghulu.workers.compute.thread_choice import ThreadChoice
 from tanghulu.workers.engine.engine import Computed, ModelRunner
-from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.step import StepPlan
 
 #: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
 NUM_STEPS = 64

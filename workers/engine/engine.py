@@ -23,11 +23,18 @@ from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.phase_times import PhaseBook
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult, StepTimings
+from tanghulu.workers.engine.step import (
+    CommittedBlock,
+    FetchWanted,
+    PromptScoreArrays,
+    Sampled,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 
 
 class Computed(Struct, frozen=True):

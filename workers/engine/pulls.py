@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.step_plan import FetchWanted
+from tanghulu.workers.engine.step import FetchWanted
 
 #: Most pulls at a time; each has a thread of the connector's that mostly waits.
 MAX_PULLS = 16

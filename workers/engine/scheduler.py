@@ -38,8 +38,7 @@ from tanghulu.workers.engine.exports import Exports
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan, plan_fetch
-from tanghulu.workers.engine.step_result import Sampled, StepOutcome
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, StepOutcome, StepPlan, plan_fetch
 
 _GRAMMAR_FAILED = Failure.of(
     InvalidRequest(

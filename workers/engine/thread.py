@@ -28,7 +28,7 @@ from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 
 _log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.pulls import MAX_PULLS
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move

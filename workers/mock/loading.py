@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tanghulu.types import Fingerprint
 from tanghulu.workers.engine.engine import Computed, ModelRunner
 from tanghulu.workers.engine.kv_layout import ITEM_BYTES, KvLayout
-from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
+from tanghulu.workers.engine.step import ScheduledRun, StepPlan
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.runner import TIMINGS, MockRunner
 from tanghulu.workers.weights.fields import read_json

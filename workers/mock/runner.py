@@ -31,10 +31,8 @@ import xxhash
 from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import PromptScoreArrays, Sampled, ScheduledRun, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

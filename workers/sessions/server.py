@@ -36,7 +36,7 @@ from tanghulu.session.outputs import KvSource, Output, PromptScores
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.exports import KvExport
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.outbox import SessionOutbox
 from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine

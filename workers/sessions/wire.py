@@ -21,8 +21,8 @@ from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.engine.kv_layout import BlockShape
 from tanghulu.workers.engine.probe import PRIORITY
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.step import PromptScoreArrays
 from tanghulu.workers.sessions.beats import BEAT_S
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 

@@ -13,7 +13,7 @@ from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.workers.compute import prompt_scoring
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, write_tiny
 
 PROMPT = [2 + (i * 7) % (VOCAB - 2) for i in range(5 * BLOCK + 3)]

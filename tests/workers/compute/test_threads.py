@@ -16,7 +16,7 @@ from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.compute.thread_choice import FIRST_WAIT, LONGEST_WAIT, MOST_TOKENS, SAMPLES, ThreadChoice
 from tanghulu.workers.compute.wrapped_runners import ThreadedRunner
 from tanghulu.workers.engine.engine import Computed, EngineCore, EngineCoreConfig, ModelRunner
-from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.step import StepPlan
 from tests.workers.tiny import BLOCK, engine, request, run_all
 
 

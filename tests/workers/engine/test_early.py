@@ -7,7 +7,7 @@ import pytest
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.exports import ExportState
 from tanghulu.workers.engine.pulls import MAX_PULLS, Pulls
-from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.step import StepPlan
 from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
 from tests.workers.peers import export_at
 from tests.workers.tiny import request

@@ -16,7 +16,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
 

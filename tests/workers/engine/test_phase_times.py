@@ -9,8 +9,7 @@ from tanghulu.session.outputs import FinishReason, KvSource, Output, PhaseTimes
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import Computed, EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, StepPlan
 from tests.workers.tiny import BLOCK, request
 
 LAYOUT = KvLayout(block_tokens=BLOCK, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")

@@ -16,7 +16,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tanghulu.workers.mock.runner import TIMINGS, MockRunner
 from tests.workers.rig import DictStore, Rig
 from tests.workers.tiny import BLOCK, request, run_all

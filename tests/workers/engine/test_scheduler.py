@@ -14,8 +14,7 @@ from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.requests import TRANSITIONS, EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import StepPlan
-from tanghulu.workers.engine.step_result import StepOutcome
+from tanghulu.workers.engine.step import StepOutcome, StepPlan
 from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 

@@ -15,7 +15,7 @@ from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import FetchWanted, ScheduledRun, StepPlan
+from tanghulu.workers.engine.step import FetchWanted, ScheduledRun, StepPlan
 from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 

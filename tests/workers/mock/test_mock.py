@@ -20,7 +20,7 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import FetchWanted
+from tanghulu.workers.engine.step import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
 from tanghulu.workers.mock.loading import DECODE_TOKENS, MOST_S, HoldingRunner

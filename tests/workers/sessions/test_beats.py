@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions import beats
 from tanghulu.workers.sessions.beats import EngineBeats

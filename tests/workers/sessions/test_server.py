@@ -16,7 +16,7 @@ from tanghulu.session.outputs import Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions import outbox, server, wire
 from tanghulu.workers.sessions.server import SessionHub

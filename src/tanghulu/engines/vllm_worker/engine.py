@@ -27,7 +27,7 @@ from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.exports import KvExport
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.port import TakesSnapshot
 
