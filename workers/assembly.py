@@ -38,11 +38,12 @@ from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import Address
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.probe import EngineProbe
+from tanghulu.workers.engine.scheduler import EngineConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -107,7 +108,7 @@ class WorkerServer:
         core, connector = self._engine(stack)
         self._reports = EngineReports(self._spread)
         self._thread = EngineThread(core, self._reports.put, self._engine_failed, self._speed, self._reports.call)
-        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_lazily)
+        connector.attach(self._thread)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
@@ -162,9 +163,6 @@ class WorkerServer:
             store = StoreAdapter(client, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
-        bounds = ConnectorConfig(store_policy=config.store_policy)
-        connector = KvConnector(store, reader, self._metrics, self._speed, bounds)
-        stack.callback(connector.close)
         if loaded.ranks is not None:
             stack.callback(loaded.ranks.close)
             if loaded.staging is None:
@@ -177,7 +175,10 @@ class WorkerServer:
             assert isinstance(runner.cache, KvMemory)
             in_place = HostBlocks(runner.cache)
             self._kv = KvPorts(in_place, in_place)
-        return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
+        limits = ConnectorConfig(store_policy=config.store_policy)
+        connector = KvConnector(store, reader, self._metrics, self._speed, loaded.layout, self._kv.port, limits)
+        stack.callback(connector.close)
+        return EngineCore(runner, self._engine_config(), connector), connector
 
     def _request_factory(self, core: EngineCore) -> RequestFactory:
         config, assets = self._config, self._loaded.assets
@@ -193,9 +194,9 @@ class WorkerServer:
             self._secret.naming_key,
         )
 
-    def _engine_config(self) -> EngineCoreConfig:
+    def _engine_config(self) -> EngineConfig:
         config = self._config
-        return EngineCoreConfig(
+        return EngineConfig(
             block_tokens=config.block_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -286,7 +287,7 @@ class WorkerServer:
         return EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
 
     async def _drop_cached(self) -> int:
-        return await self._thread.call(lambda core: core.drop_cached())
+        return await self._thread.call(lambda core: core.pool.drop_cached())
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests; wait at most ``grace_s`` until those under way have ended and their KV was fetched."""

@@ -41,8 +41,9 @@ from tanghulu.workers.compute.device import describe_device, pick_device, wait_f
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.scheduler import EngineConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -187,7 +188,7 @@ class Bench:
 
     def engine(self, runner: DeviceRunner, budget: int, num_seqs: int = 1, **hooks: Any) -> EngineCore:
         sizes = {"max_num_batched_tokens": max(budget, num_seqs), "max_num_seqs": num_seqs}
-        return EngineCore(runner, EngineCoreConfig(block_tokens=self.block_tokens, **sizes), **hooks)
+        return EngineCore(runner, EngineConfig(block_tokens=self.block_tokens, **sizes), **hooks)
 
     # --- what is measured
 
@@ -275,9 +276,10 @@ class Bench:
         store = DictStore()
         metrics = WorkerMetrics(CollectorRegistry(), runner.layout, runner.cache.num_blocks)
         bounds = ConnectorConfig(max_pending_bytes=runner.cache.capacity_bytes)
-        connector = KvConnector(store, NoPeers(), metrics, SpeedMeter(budget), bounds)
-        served = Served(self.engine(runner, budget, fetcher=connector, sink=connector), connector)
-        connector.attach(served.core, self._port(runner, ring_bytes), served.thread.post, served.thread.post_lazily)
+        port = self._port(runner, ring_bytes)
+        connector = KvConnector(store, NoPeers(), metrics, SpeedMeter(budget), runner.layout, port, bounds)
+        served = Served(self.engine(runner, budget, transfers=connector), connector)
+        connector.attach(served.thread)
         ttfts: dict[str, list[float]] = {"cold": [], "90 % in the store": [], "90 % in the cache": []}
         with served.running():
             for number in range(rounds + 1):
@@ -341,7 +343,7 @@ class Served:
         return taken, output.cached_tokens
 
     def flush(self) -> None:
-        self.thread.post(lambda core: (core.drop_cached(), None)[1])
+        self.thread.post(lambda core: (core.pool.drop_cached(), None)[1])
 
     def _wait(self, wanted: Callable[[StepReport], Any]) -> Any:
         with self._changed:

@@ -27,11 +27,12 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.probe import EngineProbe
+from tanghulu.workers.engine.scheduler import EngineConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
-from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.kv.connector import KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
@@ -89,8 +90,9 @@ class SimWorker(Process):
         reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
         store = self._world.store.seen_by(self.host) if plan.has_store else None
         self.reader = reader
-        self.connector = KvConnector(store, reader, metrics, speed, ConnectorConfig())
-        config = EngineCoreConfig(
+        blocks = HostBlocks(runner.cache)
+        self.connector = KvConnector(store, reader, metrics, speed, text.LAYOUT, blocks)
+        config = EngineConfig(
             block_tokens=text.BLOCK_TOKENS,
             max_num_batched_tokens=STEP_TOKENS,
             max_num_seqs=plan.num_seqs,
@@ -98,11 +100,10 @@ class SimWorker(Process):
             moves_preempted=plan.moves_preempted,
             debug_checks=plan.checks,
         )
-        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
+        self.core = EngineCore(runner, config, self.connector)
         self.reports = EngineReports(self._spread)
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
-        blocks = HostBlocks(runner.cache)
-        self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_lazily)
+        self.connector.attach(self.thread)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
         identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
         self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, self.thread)
@@ -138,7 +139,7 @@ class SimWorker(Process):
         self.registration = await self.discovery.register(instance, REGISTER_TTL_S)
 
     async def _drop_cached(self) -> int:
-        return await self.thread.call(lambda core: core.drop_cached())
+        return await self.thread.call(lambda core: core.pool.drop_cached())
 
     # --- what PeerServer asks of a segment server
 

@@ -16,8 +16,9 @@ from tanghulu.store.client.model import Status
 from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
+from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.scheduler import EngineConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -100,17 +101,18 @@ class Rig:
         layout = KvLayout.of(model.config, BLOCK, kv_dtype_name(kv_dtype, model.dtype))
         self.metrics = WorkerMetrics(self.registry, layout, num_blocks)
         adapter = None if store is None else StoreAdapter(BlockStore(store), Fingerprint(bytes(16)), layout.layer_bytes)  # type: ignore[arg-type]
-        self.connector = KvConnector(adapter, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         if runner is None:
             capacity = num_blocks * layout.block_bytes
             in_place = TorchRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
             runner, port = in_place, HostBlocks(in_place.cache)
         assert port is not None
-        config = EngineCoreConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
-        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
+        limits = ConnectorConfig(**bounds)  # type: ignore[arg-type]
+        self.connector = KvConnector(adapter, peers or NoPeers(), self.metrics, SpeedMeter(), layout, port, limits)
+        config = EngineConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
+        self.core = EngineCore(runner, config, self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
-        self.connector.attach(self.core, port, self.thread.post, self.thread.post_lazily)
+        self.connector.attach(self.thread)
         self.thread.start()
 
     def _report(self, report: StepReport) -> None:
@@ -154,7 +156,7 @@ class Rig:
 
     def drop(self) -> None:
         done = threading.Event()
-        self.thread.post(lambda core: (core.drop_cached(), done.set())[1])
+        self.thread.post(lambda core: (core.pool.drop_cached(), done.set())[1])
         assert done.wait(30)
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ A prompt of n tokens in chunks of b takes n / b steps, so ``prefill`` adds ``pre
 
 from __future__ import annotations
 
+import threading
+
 from msgspec import Struct
 
 from tanghulu.session.load import DecodeProfile, PeerRead, PrefillProfile, WorkerLoad
@@ -152,13 +154,15 @@ class _Rate:
 class SpeedMeter:
     """Feed it steps (of at most ``max_step_tokens``) and fetches; read ``speeds``.
 
-    Without ``reads_peers`` it reports that nothing can be read from other workers' caches.
+    Without ``reads_peers`` it reports that nothing can be read from other workers' caches. Any thread may report a
+    fetch; all else is the engine's thread's.
     """
 
     def __init__(self, max_step_tokens: int = DEFAULT_STEP_TOKENS, reads_peers: bool = True) -> None:
         self._reads_peers = reads_peers
         self._model = StepModel(max_step_tokens)
         self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
+        self._lock = threading.Lock()  # of reads, their rates and the store's
         self._reads: dict[str, PeerRead] = {}
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
@@ -171,30 +175,35 @@ class SpeedMeter:
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
         """Note that a prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
-        self._store.add(num_bytes, seconds)
+        with self._lock:
+            self._store.add(num_bytes, seconds)
 
     def read_from_peer(self, num_bytes: int, seconds: float, address: str = "") -> None:
         """Note that KV of ``num_bytes`` was loaded from the worker at ``address`` in ``seconds``."""
-        self._peer.add(num_bytes, seconds)
-        before = self._reads.get(address, PeerRead(address, 0, 0.0))
-        if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
-            self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
+        with self._lock:
+            self._peer.add(num_bytes, seconds)
+            before = self._reads.get(address, PeerRead(address, 0, 0.0))
+            if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
+                self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
 
     def take_reads(self) -> tuple[PeerRead, ...]:
         """Return and clear the reads from peers since the last call, summed by peer."""
-        reads = tuple(self._reads.values())
-        self._reads.clear()
-        return reads
+        with self._lock:
+            reads = tuple(self._reads.values())
+            self._reads.clear()
+            return reads
 
     @property
     def speeds(self) -> WorkerLoad:
         """A load with the measured speeds alone; 0 while unknown, except for ``peer_bytes_per_s``."""
         steps_per_s = self._decode.per_s
+        with self._lock:
+            store, peer = self._store.per_s, self._peer.per_s
         return WorkerLoad(
             prefill_tokens_per_s=self._prefill.per_s,
             decode_step_s=1 / steps_per_s if steps_per_s else 0.0,
-            store_bytes_per_s=self._store.per_s,
-            peer_bytes_per_s=(self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0,
+            store_bytes_per_s=store,
+            peer_bytes_per_s=(peer or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0,
             prefill=self._model.prefill,
             decode=self._model.decode,
         )

@@ -181,7 +181,7 @@ class PeerServer:
             self.idle.set()
 
     def _give_back(self, name: RequestId) -> None:
-        self._engine.post_lazily(lambda core: core.release_export(name))
+        self._engine.post_lazily(lambda core: core.exports.release(name))
 
     # --- calls of peers
 
@@ -226,7 +226,7 @@ class PeerServer:
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
         try:
-            kv = await self._engine.call(lambda core: core.export_prefix(name, request.block_hashes))
+            kv = await self._engine.call(lambda core: core.exports.export_prefix(name, request.block_hashes))
         except asyncio.CancelledError:  # the reader disconnected; the engine may hold the blocks, now or soon
             self._prefixes.remove(name)
             self._give_back(name)

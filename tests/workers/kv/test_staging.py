@@ -277,7 +277,11 @@ class Holder:
     def post_lazily(self, command: Callable[[Holder], None]) -> None:
         command(self)
 
-    def release_export(self, name: RequestId) -> None:
+    @property
+    def exports(self) -> Holder:
+        return self
+
+    def release(self, name: RequestId) -> None:
         self.given_back.append(name)
         self.gave_back.set()
 
