@@ -6,24 +6,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
-from tanghulu.runtime.process import ProcessConfig
+from tanghulu.runtime.master_options import PortOptions
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.kv.store_policy import POLICIES as STORE_POLICIES
+from tanghulu.workers.sessions.port import SessionOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, ProcessConfig):
+class WorkerConfig(TransferOptions, SessionOptions):
     """Options of a worker."""
 
-    port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
-    discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch, or mock, which imitates a model's timing", choices=("torch", "mock"))
     dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
@@ -57,7 +54,6 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
         "", "ngram:K proposes up to K tokens that followed the last ones before; the same text in fewer steps"
     )
     tp: int = option(1, "number of tensor-parallel ranks, a process each, on this host", most=1024)
-    store: bool = option(True, "load prefixes from the store and keep new blocks there")
     store_policy: str = option(
         "all",
         "blocks written to the store: all, those used twice, the rest as well when idle (defer), none",
@@ -69,9 +65,6 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
         choices=("recompute", "store"),
     )
     peer_fetch: bool = option(True, "read prefixes from other workers' caches when the conductor asks for it")
-    grace_s: float = option(
-        10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
-    )
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", debug=True)
     checks: bool = option(False, "assert all invariants after every step (slow)", debug=True)
     mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0, debug=True)

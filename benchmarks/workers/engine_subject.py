@@ -117,13 +117,13 @@ class Tanghulu:
         from tanghulu.workers.compute.torch_runner import TorchRunner
         from tanghulu.workers.compute.wrapped_runners import ThreadedRunner
         from tanghulu.workers.engine.engine import EngineCore
-        from tanghulu.workers.engine.scheduler import EngineConfig
+        from tanghulu.workers.engine.scheduler import EngineCoreConfig
         from tanghulu.workers.weights import resolve_model
 
         loaded = load_model(resolve_model(model), pick_dtype(dtype))
         budget = int(os.environ.get("MAX_NUM_BATCHED_TOKENS", "512"))
         runner = TorchRunner(loaded, block_tokens=64, kv_capacity_bytes=512 << 20)
-        self._core = EngineCore(ThreadedRunner(runner, threads), EngineConfig(max_num_batched_tokens=budget))
+        self._core = EngineCore(ThreadedRunner(runner, threads), EngineCoreConfig(max_num_batched_tokens=budget))
         self._number = 0
 
     def _add(self, prompt: list[int], num_new: int) -> None:

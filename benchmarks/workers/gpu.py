@@ -43,7 +43,7 @@ from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -188,7 +188,7 @@ class Bench:
 
     def engine(self, runner: DeviceRunner, budget: int, num_seqs: int = 1, **hooks: Any) -> EngineCore:
         sizes = {"max_num_batched_tokens": max(budget, num_seqs), "max_num_seqs": num_seqs}
-        return EngineCore(runner, EngineConfig(block_tokens=self.block_tokens, **sizes), **hooks)
+        return EngineCore(runner, EngineCoreConfig(block_tokens=self.block_tokens, **sizes), **hooks)
 
     # --- what is measured
 

@@ -28,8 +28,7 @@ from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.probe import EngineProbe
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import KvConnector
@@ -37,8 +36,8 @@ from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.sessions.beats import EngineBeats
-from tanghulu.workers.sessions.calls import WorkerCalls
+from tanghulu.workers.sessions.health import EngineBeats, EngineProbe
+from tanghulu.workers.sessions.port import WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
@@ -92,7 +91,7 @@ class SimWorker(Process):
         self.reader = reader
         blocks = HostBlocks(runner.cache)
         self.connector = KvConnector(store, reader, metrics, speed, text.LAYOUT, blocks)
-        config = EngineConfig(
+        config = EngineCoreConfig(
             block_tokens=text.BLOCK_TOKENS,
             max_num_batched_tokens=STEP_TOKENS,
             max_num_seqs=plan.num_seqs,
@@ -116,7 +115,7 @@ class SimWorker(Process):
             self.id, self.generation, factory, self.thread, self.peers.add_exports, self.peers.release
         )
         self.hub.serve(service)
-        self.beats = EngineBeats(self.thread, self._is_alive)
+        self.beats = EngineBeats(self.thread.beat, self._is_alive)
         card = model_card(
             text.LAYOUT,
             text.ASSETS,

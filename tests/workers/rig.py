@@ -18,7 +18,7 @@ from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -108,7 +108,7 @@ class Rig:
         assert port is not None
         limits = ConnectorConfig(**bounds)  # type: ignore[arg-type]
         self.connector = KvConnector(adapter, peers or NoPeers(), self.metrics, SpeedMeter(), layout, port, limits)
-        config = EngineConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
+        config = EngineCoreConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
         self.core = EngineCore(runner, config, self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)

@@ -23,7 +23,7 @@ from tanghulu.workers.compute.models.shard import Shard
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
 from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
@@ -52,7 +52,7 @@ def load(tiny: TinyModel, dtype: torch.dtype, attention: str, block_tokens: int)
 
 def device_engine(model: Model, block_tokens: int = BLOCK, graphs: bool = True, num_blocks: int = 64) -> EngineCore:
     runner = DeviceRunner(model, block_tokens=block_tokens, num_blocks=num_blocks, graphs=graphs)
-    config = EngineConfig(block_tokens=block_tokens, max_num_batched_tokens=64, max_num_seqs=8, debug_checks=True)
+    config = EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=64, max_num_seqs=8, debug_checks=True)
     return EngineCore(runner, config)
 
 
@@ -202,7 +202,7 @@ def two_ranks(wide: TinyModel) -> Iterator[tuple[EngineCore, DeviceBlocks]]:
         runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64, num_parts=2, announce=ranks.send)
         blocks = DeviceBlocks([runner.cache.memory, *ranks.open_caches(64)])
         yield (
-            EngineCore(runner, EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)),
+            EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)),
             blocks,
         )
     finally:
@@ -234,7 +234,7 @@ def test_a_worker_serves_from_a_gpu(tmp_path: Path):
     segment = MemorySegment.create("gpu-worker", loaded.staging.segment_bytes)
     runner = loaded.make_runner(segment.view)
     ports = loaded.staging.open(runner, None, segment.view)
-    core = EngineCore(runner, EngineConfig(block_tokens=64))
+    core = EngineCore(runner, EngineCoreConfig(block_tokens=64))
     core.add(request("one", range(100, 300), 8, block_tokens=64))
     assert len(run_all(core)["one"]) == 8
     assert ports.port.drain([0, 1], lambda at, buffers: len(buffers)) == 2

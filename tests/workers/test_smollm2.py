@@ -20,7 +20,7 @@ from tanghulu.workers.compute.models.registry import dtype_name, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
@@ -87,7 +87,7 @@ def tokenizer(assets: TokenizerAssets) -> Tokenizer:
 def core(smollm2: ModelSource) -> EngineCore:
     model = load_model(smollm2, torch.float32)
     runner = TorchRunner(model, block_tokens=64, kv_capacity_bytes=256 << 20)
-    return EngineCore(runner, EngineConfig(max_num_batched_tokens=64, debug_checks=True))
+    return EngineCore(runner, EngineCoreConfig(max_num_batched_tokens=64, debug_checks=True))
 
 
 def test_the_assets_are_those_of_the_chat_model(assets: TokenizerAssets) -> None:

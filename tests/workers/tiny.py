@@ -19,7 +19,7 @@ from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import Sampled
 from tanghulu.workers.mock.loading import byte_level
 from tanghulu.workers.weights import resolve_model
@@ -155,13 +155,13 @@ def sampled(tokens: Sequence[int]) -> Sampled:
 
 
 def engine(model: Model, num_blocks: int = 64, **more: Any) -> EngineCore:
-    """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineConfig."""
+    """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineCoreConfig."""
     transfers = more.pop("transfers", None)
     config = {"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug_checks": True} | more
     capacity = num_blocks * model.config.kv_token_elements * 4 * config["block_tokens"]
     buffer = config.pop("cache_buffer", None)
     runner = TorchRunner(model, block_tokens=config["block_tokens"], kv_capacity_bytes=capacity, cache_buffer=buffer)
-    return EngineCore(runner, EngineConfig(**config), transfers)
+    return EngineCore(runner, EngineCoreConfig(**config), transfers)
 
 
 def run_all(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:

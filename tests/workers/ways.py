@@ -21,7 +21,7 @@ from tanghulu.workers.engine.engine import EngineCore, KvTransfers, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import FetchWanted, StepResult
 from tests.workers.peers import export_at
 from tests.workers.tiny import request
@@ -61,7 +61,7 @@ class Served:
     def engine(self, num_blocks: int, transfers: KvTransfers | None = None, **config: int) -> EngineCore:
         runner = self._make_runner(self._model, self.block_tokens, num_blocks)
         bounds = {"max_num_batched_tokens": 512} | config
-        made = EngineConfig(block_tokens=self.block_tokens, proposer=self._proposer, debug_checks=True, **bounds)
+        made = EngineCoreConfig(block_tokens=self.block_tokens, proposer=self._proposer, debug_checks=True, **bounds)
         core = EngineCore(runner, made, transfers)
         kv_of(core).view(torch.uint8).fill_(0xFF)  # NaN: of last owners a block may have anything
         return core

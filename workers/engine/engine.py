@@ -21,7 +21,7 @@ from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.phase_times import PhaseBook
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
-from tanghulu.workers.engine.scheduler import EngineConfig, Scheduler
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
 from tanghulu.workers.engine.step import (
     CommittedBlock,
     FetchWanted,
@@ -111,7 +111,7 @@ class EngineCore:
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: EngineCoreConfig,
         transfers: KvTransfers | None = None,
         clock: Clock | None = None,
     ) -> None:

@@ -49,7 +49,7 @@ _GRAMMAR_FAILED = Failure.of(
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineCoreConfig:
     """Sizes and bounds of an engine: of a step, of the queue, of a block.
 
     ``moves_preempted``: the transfers keep blocks given up by preempted requests (`StepPlan.displaced`) where fetches
@@ -82,7 +82,7 @@ class Scheduler:
     The model attends to at most ``max_context`` tokens. ``can_fetch``: every FetchWanted is performed.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, max_context: int, *, can_fetch: bool = False) -> None:
+    def __init__(self, config: EngineCoreConfig, pool: BlockPool, max_context: int, *, can_fetch: bool = False) -> None:
         self.config = config
         self._max_context, self._can_fetch = max_context, can_fetch
         self._block_tokens = config.block_tokens

@@ -20,10 +20,9 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.engine.kv_layout import BlockShape
-from tanghulu.workers.engine.probe import PRIORITY
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step import PromptScoreArrays
-from tanghulu.workers.sessions.beats import BEAT_S
+from tanghulu.workers.sessions.health import BEAT_S, PRIORITY
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 #: Of one message of a prompt's log probabilities.

@@ -19,7 +19,7 @@ from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import decode_batch, pack_decodes
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tests.workers.tiny import BLOCK, engine, request, run_all
 
 PROMPTS = [[2 + (i * seed) % 90 for i in range(length)] for seed, length in ((3, 5), (7, 30), (5, 61))]
@@ -54,7 +54,7 @@ def played(model: Model, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, P
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
     graphs = runner._graphs = Played(model, runner.cache)
-    return EngineCore(runner, EngineConfig(block_tokens=BLOCK, debug_checks=True)), graphs
+    return EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK, debug_checks=True)), graphs
 
 
 def test_steps_are_replayed_and_the_text_is_the_same(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):

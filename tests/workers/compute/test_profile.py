@@ -15,13 +15,13 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.compute.wrapped_runners import ProfiledRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tests.workers.tiny import BLOCK, engine, request, run_all
 
 
 def _traced(model: Model, path: Path, num_steps: int) -> dict[str, list[int]]:
     runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=1 << 20)
-    core = EngineCore(ProfiledRunner(runner, path, num_steps), EngineConfig(block_tokens=BLOCK))
+    core = EngineCore(ProfiledRunner(runner, path, num_steps), EngineCoreConfig(block_tokens=BLOCK))
     core.add(request("a", range(2, 20), 6))
     return run_all(core)
 
@@ -42,7 +42,7 @@ def test_lanes_are_traced_too(tiny_model: Model, tmp_path: Path) -> None:
         runner = ProfiledRunner(
             TorchRunner(tiny_model, block_tokens=BLOCK, kv_capacity_bytes=4 << 20), tmp_path / "t", 1
         )
-        core = EngineCore(runner, EngineConfig(block_tokens=BLOCK))
+        core = EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK))
         core.add(request("a", [2 + index % 80 for index in range(2 * LEAST_ROWS)], 2))
         run_all(core)
     finally:

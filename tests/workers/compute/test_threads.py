@@ -16,7 +16,7 @@ from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.compute.thread_choice import FIRST_WAIT, LONGEST_WAIT, MOST_TOKENS, SAMPLES, ThreadChoice
 from tanghulu.workers.compute.wrapped_runners import ThreadedRunner
 from tanghulu.workers.engine.engine import Computed, EngineCore, ModelRunner
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import StepPlan
 from tests.workers.tiny import BLOCK, engine, request, run_all
 
@@ -118,7 +118,7 @@ def test_steps_run_on_the_threads_that_were_chosen(tiny_model: Model) -> None:
     plain.add(request("a", range(2, 82), 40))
     expected = run_all(plain)
     watched = _Watched(engine(tiny_model).runner, lambda threads: 0.01 * threads)
-    core = EngineCore(ThreadedRunner(watched, 2), EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=80))
+    core = EngineCore(ThreadedRunner(watched, 2), EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=80))
     core.add(request("a", range(2, 82), 40))
     assert run_all(core) == expected
     assert watched.seen[0] == (80, 2)

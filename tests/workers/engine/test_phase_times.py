@@ -9,7 +9,7 @@ from tanghulu.session.outputs import FinishReason, Output, PhaseTimes
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import Computed, EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, StepPlan
 from tests.workers.tiny import BLOCK, request
 
@@ -50,7 +50,7 @@ class Rig:
     def __init__(self, *, fetches: bool = False, num_blocks: int = 64, **more: int) -> None:
         self.clock = ManualClock(100.0)
         self.outside = Outside(self.clock, can_fetch=fetches)
-        config = EngineConfig(**{"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8} | more)
+        config = EngineCoreConfig(**{"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8} | more)
         runner = Runner(self.clock, num_blocks)
         self.core = EngineCore(runner, config, self.outside, self.clock)
 

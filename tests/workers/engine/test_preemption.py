@@ -16,7 +16,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tanghulu.workers.mock.runner import TIMINGS, MockRunner
 from tests.workers.rig import DictStore, Rig
@@ -75,7 +75,7 @@ def _core(outside: Outside | None, num_blocks: int, *, moves: bool, budget: int 
         deterministic=True,
         sleep=lambda seconds: None,
     )
-    config = EngineConfig(
+    config = EngineCoreConfig(
         block_tokens=BLOCK, max_num_batched_tokens=budget, max_num_seqs=8, moves_preempted=moves, debug_checks=True
     )
     core = EngineCore(runner, config, outside)

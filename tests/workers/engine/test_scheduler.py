@@ -13,7 +13,7 @@ from tanghulu.session.sampling import StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.requests import TRANSITIONS, EngineRequest, EngineRequestEvent, EngineRequestState
-from tanghulu.workers.engine.scheduler import EngineConfig, Scheduler
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
 from tanghulu.workers.engine.step import StepOutcome, StepPlan
 from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
@@ -24,7 +24,7 @@ B = 4
 def scheduler(num_blocks: int = 32, **more: Any) -> Scheduler:
     config = {"block_tokens": B, "max_context": 1000, "max_num_batched_tokens": 8, "max_num_seqs": 4} | more
     max_context, can_fetch = config.pop("max_context"), config.pop("can_fetch", False)
-    return Scheduler(EngineConfig(**config), BlockPool(num_blocks), max_context, can_fetch=can_fetch)
+    return Scheduler(EngineCoreConfig(**config), BlockPool(num_blocks), max_context, can_fetch=can_fetch)
 
 
 def req(name: str, tokens: int | list[int], max_new: int = 100, **more: Any) -> EngineRequest:
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
     with pytest.raises(Overloaded, match="1 requests wait"):
         core.add(req("b", 3))
     with pytest.raises(ConfigError, match="below max_num_seqs"):
-        EngineConfig(block_tokens=4, max_num_batched_tokens=3, max_num_seqs=4)
+        EngineCoreConfig(block_tokens=4, max_num_batched_tokens=3, max_num_seqs=4)
     core.check()
 
 

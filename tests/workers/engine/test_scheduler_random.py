@@ -14,7 +14,7 @@ from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.scheduler import EngineConfig, Scheduler
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
 from tanghulu.workers.engine.step import FetchWanted, ScheduledRun, StepPlan
 from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
@@ -31,7 +31,7 @@ class World:
         max_context = rng.randint(12, 60)
         max_num_batched_tokens = seqs + rng.randint(0, 12)
         can_fetch = rng.random() < 0.6
-        self.config = EngineConfig(
+        self.config = EngineCoreConfig(
             block_tokens=self.block,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=seqs,

@@ -20,7 +20,7 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
@@ -50,7 +50,7 @@ class Rig:
             sleep=self.slept.append,
             **more,
         )
-        config = EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)
+        config = EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)
         self.core = EngineCore(self.runner, config, transfers)
 
 
@@ -154,7 +154,7 @@ def test_its_text_reads_as_words_and_ends_in_nothing_special(model: str, smollm2
     loaded = mock_loading.load(config, lambda fraction: None)
     tokenizer = Tokenizer.from_buffer(loaded.assets.tokenizer_json)
     runner = loaded.make_runner(memoryview(bytearray(1 << 20)))
-    core = EngineCore(runner, EngineConfig(block_tokens=BLOCK))
+    core = EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK))
     core.add(request("a", tokenizer.encode("Hello, world: äöü 漢字").ids, 30, sampling=Sampling()))
     tokens = run_all(core)["a"]
     text = tokenizer.decode(tokens)
@@ -179,7 +179,7 @@ def test_a_file_holds_the_engine_before_the_step_that_it_names(tmp_path: Path) -
         held.unlink()
 
     told: list[int] = []
-    core = EngineCore(HoldingRunner(Rig().runner, tmp_path, release), EngineConfig(block_tokens=BLOCK))
+    core = EngineCore(HoldingRunner(Rig().runner, tmp_path, release), EngineCoreConfig(block_tokens=BLOCK))
     (tmp_path / "decode").touch()
     (tmp_path / "prefill").touch()
     core.add(request("a", PROMPT, DECODE_TOKENS + 4))
@@ -195,7 +195,7 @@ def test_a_file_holds_the_engine_before_the_step_that_it_names(tmp_path: Path) -
 
 def test_a_hold_that_nobody_ends_ends_by_itself(tmp_path: Path) -> None:
     slept: list[float] = []
-    core = EngineCore(HoldingRunner(Rig().runner, tmp_path, slept.append), EngineConfig(block_tokens=BLOCK))
+    core = EngineCore(HoldingRunner(Rig().runner, tmp_path, slept.append), EngineCoreConfig(block_tokens=BLOCK))
     (tmp_path / "step").touch()
     core.add(request("a", PROMPT, 2))
     core.step()

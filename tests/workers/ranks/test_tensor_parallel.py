@@ -32,7 +32,7 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.scheduler import EngineConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
@@ -71,7 +71,9 @@ def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32")
             num_parts=size,
             announce=ranks.send,
         )
-        yield EngineCore(runner, EngineConfig(block_tokens=block_tokens, max_num_batched_tokens=48, debug_checks=True))
+        yield EngineCore(
+            runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48, debug_checks=True)
+        )
     finally:
         ranks.close()
         leave()
@@ -80,7 +82,7 @@ def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32")
 def alone(model: str, block_tokens: int, kv_dtype: str = "float32") -> EngineCore:
     loaded = load_model(resolve_model(model), torch.float32)
     runner = TorchRunner(loaded, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=64 << 20)
-    return EngineCore(runner, EngineConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
+    return EngineCore(runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
 
 
 def texts(core: EngineCore, block_tokens: int, vocab: int, num_new: int) -> dict[str, list[int]]:

@@ -29,7 +29,7 @@ from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
-from tanghulu.workers.sessions.port import TakesSnapshot
+from tanghulu.workers.sessions.server import TakesSnapshot
 
 _log = structlog.get_logger(__name__)
 #: Interval of the health checks of vLLM's process.
