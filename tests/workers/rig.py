@@ -15,7 +15,7 @@ from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
 from tanghulu.types import BlockHash, Fingerprint
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
@@ -26,7 +26,7 @@ from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.ports import BlockPort, HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
-from tests.workers.tiny import BLOCK, VOCAB, request
+from tests.workers.tiny import BLOCK, VOCAB, request, runner_of
 
 PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
 
@@ -103,7 +103,7 @@ class Rig:
         adapter = None if store is None else StoreAdapter(BlockStore(store), Fingerprint(bytes(16)), layout.layer_bytes)  # type: ignore[arg-type]
         if runner is None:
             capacity = num_blocks * layout.block_bytes
-            in_place = TorchRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
+            in_place = runner_of(TorchRunner, model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
             runner, port = in_place, HostBlocks(in_place.cache)
         assert port is not None
         limits = ConnectorConfig(**bounds)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import dtype_name, load_model
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
@@ -26,7 +26,7 @@ from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
 from tests.workers.cpus import CPUS
-from tests.workers.tiny import request, run_all
+from tests.workers.tiny import request, run_all, runner_of
 from tests.workers.ways import WAYS, Served
 
 pytestmark = pytest.mark.needs_model
@@ -86,7 +86,7 @@ def tokenizer(assets: TokenizerAssets) -> Tokenizer:
 @pytest.fixture(scope="module")
 def core(smollm2: ModelSource) -> EngineCore:
     model = load_model(smollm2, torch.float32)
-    runner = TorchRunner(model, block_tokens=64, kv_capacity_bytes=256 << 20)
+    runner = runner_of(TorchRunner, model, block_tokens=64, kv_capacity_bytes=256 << 20)
     return EngineCore(runner, EngineCoreConfig(max_num_batched_tokens=64, debug_checks=True))
 
 

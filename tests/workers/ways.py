@@ -16,7 +16,7 @@ from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
@@ -24,7 +24,7 @@ from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import FetchWanted, StepResult
 from tests.workers.peers import export_at
-from tests.workers.tiny import request
+from tests.workers.tiny import request, runner_of
 
 #: Tokens and log probabilities of an answer.
 Answer = tuple[list[int], list[TokenLogprobs | None]]
@@ -34,7 +34,7 @@ MakeRunner = Callable[[Model, int, int], ModelRunner]
 def cpu_runner(model: Model, block_tokens: int, num_blocks: int, kv_dtype: str = "auto") -> ModelRunner:
     layout = KvLayout.of(model.config, block_tokens, kv_dtype_name(kv_dtype, model.dtype))
     capacity = num_blocks * layout.block_bytes
-    return TorchRunner(model, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
+    return runner_of(TorchRunner, model, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
 
 
 class Served:

@@ -10,7 +10,7 @@ workers lie in the segment offered to them, cut into slots of a block each, for 
 slot is free again when its copy has ended and its reader has gone, whichever comes last.
 
 No copy waits for the device's computation: a step has been computed before its blocks are committed, and a block is
-given to a transfer only when no step uses it (`compute.device_runner`).
+given to a transfer only when no step uses it (`compute.runners`).
 """
 
 from __future__ import annotations

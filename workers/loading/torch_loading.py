@@ -16,14 +16,12 @@ from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttent
 from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.kv_cache import gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.registry import dtype_name, kv_dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
+from tanghulu.workers.compute.runners import DeviceRunner, ProfiledRunner, ThreadedRunner, TorchRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.invariance import require_invariance
@@ -97,7 +95,11 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     )
 
     def make_runner(buffer: memoryview) -> ModelRunner:
-        runner = _make_runner(config, model, layout, ranks, None if placed.on_gpu else buffer)
+        announce = None if ranks is None else ranks.send
+        if placed.on_gpu:
+            runner: ModelRunner = DeviceRunner(model, layout, num_blocks, announce, graphs=config.graphs)
+        else:
+            runner = TorchRunner(model, layout, layout.num_blocks_in(buffer.nbytes), buffer, announce)
         seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
         return ThreadedRunner(seen, threads) if threads > 1 and ranks is None and not placed.on_gpu else seen
 
@@ -121,32 +123,6 @@ def _fit(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _P
     )
     plan.require(available)
     return placed
-
-
-def _make_runner(
-    config: WorkerConfig, model: Model, layout: KvLayout, ranks: RankProcesses | None, buffer: memoryview | None
-) -> ModelRunner:
-    """Make the runner over a cache in ``buffer``, or without one in memory of the model's device."""
-    announce = None if ranks is None else ranks.send
-    if buffer is not None:
-        return TorchRunner(
-            model,
-            block_tokens=config.block_tokens,
-            kv_dtype=config.kv_dtype,
-            kv_capacity_bytes=buffer.nbytes,
-            cache_buffer=buffer,
-            num_parts=config.tp,
-            announce=announce,
-        )
-    return DeviceRunner(
-        model,
-        block_tokens=config.block_tokens,
-        kv_dtype=config.kv_dtype,
-        num_blocks=layout.num_blocks_in(config.kv_memory),
-        graphs=config.graphs,
-        num_parts=config.tp,
-        announce=announce,
-    )
 
 
 def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> MemoryPlan:

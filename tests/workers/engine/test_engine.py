@@ -13,12 +13,12 @@ from tanghulu.session.outputs import FinishReason, KvSource
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.models.registry import Model
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tests.workers.peers import export_at
-from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
+from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all, runner_of
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
 
@@ -174,7 +174,7 @@ def test_logprobs_come_with_the_token(tiny_model: Model) -> None:
 
 def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
     memory = bytearray(10 * tiny_model.config.kv_token_elements * 4 * BLOCK)
-    core = engine(tiny_model, num_blocks=10, cache_buffer=memory)
+    core = engine(tiny_model, num_blocks=10, buffer=memory)
     core.add(request("a", PROMPT, 1))
     (output,) = outputs_of(core)
     assert any(memory)
@@ -185,7 +185,7 @@ def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
 
 def test_what_cannot_be_served_is_refused(tiny_model: Model) -> None:
     with pytest.raises(ConfigError, match="holds no block"):
-        TorchRunner(tiny_model, block_tokens=BLOCK, kv_capacity_bytes=100)
+        runner_of(TorchRunner, tiny_model, block_tokens=BLOCK, kv_capacity_bytes=100)
     core = engine(tiny_model, num_blocks=4)
     with pytest.raises(ContextLengthExceeded, match="KV cache 4 blocks of 8"):
         core.add(request("long", PROMPT))

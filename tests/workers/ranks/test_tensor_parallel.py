@@ -28,7 +28,7 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.compute.models.shard import Shard, require_split
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
@@ -45,7 +45,7 @@ from tanghulu.workers.weights.fingerprint import fingerprint
 from tests.workers.compute.test_architectures import write
 from tests.workers.peers import export_at
 from tests.workers.rig import read_export
-from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
+from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, runner_of, write_tiny
 
 NUM_BLOCKS = 32
 
@@ -62,12 +62,13 @@ def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32")
         ranks.wait_loaded()
         join(0, size, ranks.meeting_file)
         ranks.map_cache(segment.fd)
-        runner = TorchRunner(
+        runner = runner_of(
+            TorchRunner,
             loaded,
             block_tokens=block_tokens,
             kv_dtype=kv_dtype,
             kv_capacity_bytes=segment.size_bytes,
-            cache_buffer=segment.view,
+            buffer=segment.view,
             num_parts=size,
             announce=ranks.send,
         )
@@ -81,7 +82,7 @@ def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32")
 
 def alone(model: str, block_tokens: int, kv_dtype: str = "float32") -> EngineCore:
     loaded = load_model(resolve_model(model), torch.float32)
-    runner = TorchRunner(loaded, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=64 << 20)
+    runner = runner_of(TorchRunner, loaded, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=64 << 20)
     return EngineCore(runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
 
 
