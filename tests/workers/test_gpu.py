@@ -17,15 +17,15 @@ from tanghulu.workers.compute.attention.varlen import operator_arguments
 from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import Model, load_model
-from tanghulu.workers.compute.models.shard import Shard
+from tanghulu.workers.compute.models.shard import Shard, join, leave
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
-from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
 from tests.workers.rig import PROMPT, DictStore, Rig
@@ -204,7 +204,16 @@ def two_ranks(wide: TinyModel) -> Iterator[tuple[EngineCore, DeviceBlocks]]:
     if torch.cuda.device_count() < 2:
         pytest.skip("hardware: one GPU, tensor parallelism needs two")
     source = resolve_model(str(wide.path))
-    ranks = RankProcesses(RankTask(str(wide.path), "float32", BLOCK, 2, 1, "cuda:0", "auto"))
+    ranks = RankProcesses(
+        RankTask(
+            str(wide.path),
+            KvLayout.of(source.config, BLOCK, "float32", 2),
+            torch.float32,
+            Arithmetic.of(torch.float32, GPU),
+            1,
+            GPU,
+        )
+    )
     try:
         model = load_model(source, torch.float32, shard=Shard(0, 2), device=GPU)
         ranks.wait_loaded()

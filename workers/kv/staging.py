@@ -232,7 +232,10 @@ class StagedWindow:
 
 
 class DeviceStaging:
-    """`KvStaging` for a cache on ``device``; raises ConfigError if ``staging_bytes`` are too few."""
+    """Pinned memory through which the blocks of a cache on ``device`` go to and from the outside.
+
+    Raises ConfigError if ``staging_bytes`` are too few. Other workers read a segment of ``segment_bytes``.
+    """
 
     def __init__(self, layout: KvLayout, device: torch.device, staging_bytes: int) -> None:
         least = _MIN_BLOCKS * layout.block_bytes
@@ -247,7 +250,10 @@ class DeviceStaging:
         self.segment_bytes = staging_bytes // 2 // layout.block_bytes * layout.block_bytes
 
     def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
-        """Pin ``segment`` and the rings; raises NodeUnavailable if the driver refuses."""
+        """Make the ports of the runner's cache and the ranks'; other workers read ``segment``.
+
+        Pins it and the rings; raises NodeUnavailable if the driver refuses.
+        """
         cache = runner.cache
         assert isinstance(cache, DeviceKvCache)
         others = [] if ranks is None else ranks.open_caches(cache.num_blocks)
@@ -260,6 +266,7 @@ class DeviceStaging:
         return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
 
     def close(self) -> None:
+        """Unpin; call it before the segment is closed."""
         if self._unpin is not None:
             torch.cuda.synchronize(self._device)  # a copy for a departed reader may still be under way
             self._unpin()

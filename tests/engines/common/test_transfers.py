@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.common.requests import LoadJob
-from tanghulu.engines.common.saves import Block, SaveJob
+from tanghulu.engines.common.requests import Block, LoadJob, SaveJob
 from tanghulu.engines.common.transfers import ANSWER_S, BlockMemory, Ended, PrefixLookup, Transfers
 from tanghulu.errors import (
     ChunkNotFound,

@@ -17,7 +17,7 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading import torch_loading
 from tanghulu.workers.weights import resolve_model
-from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import fingerprint
 from tests.workers.tiny import TinyModel, write_tiny
 
 

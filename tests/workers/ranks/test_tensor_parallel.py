@@ -25,9 +25,11 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.registry import load_model
-from tanghulu.workers.compute.models.shard import Shard, require_split
+from tanghulu.workers.compute.models.shard import Shard, join, leave, require_split
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore
@@ -38,10 +40,9 @@ from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import ModelSource, resolve_model
-from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import fingerprint
 from tests.workers.compute.test_architectures import write
 from tests.workers.peers import export_at
 from tests.workers.rig import read_export
@@ -50,13 +51,17 @@ from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, runner
 NUM_BLOCKS = 32
 
 
+def rank_task(model: str, layout: KvLayout) -> RankTask:
+    return RankTask(model, layout, torch.float32, Arithmetic.of(torch.float32), 1, CPU)
+
+
 @contextlib.contextmanager
 def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32") -> Iterator[EngineCore]:
     """An engine whose model is shared out over ``size`` ranks: this process and ``size - 1`` others."""
     source = resolve_model(model)
     layout = KvLayout.of(source.config, block_tokens, kv_dtype, size)
     segment = MemorySegment.create("tp", NUM_BLOCKS * layout.block_bytes)
-    ranks = RankProcesses(RankTask(model, "float32", block_tokens, size, 1, kv_dtype=kv_dtype))
+    ranks = RankProcesses(rank_task(model, layout))
     try:
         loaded = load_model(source, torch.float32, shard=Shard(0, size))
         ranks.wait_loaded()
@@ -129,7 +134,7 @@ def test_two_ranks_share_out_experts_and_windows(variant: str, tmp_path: Path) -
 def test_a_rank_that_cannot_load_is_named(tmp_path: Any) -> None:
     write_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    ranks = RankProcesses(RankTask(str(tmp_path), "float32", BLOCK, 2, 1))
+    ranks = RankProcesses(rank_task(str(tmp_path), KvLayout(1, BLOCK, 1, 4, "float32", 2)))
     with pytest.raises(ConfigError, match="rank 1 of 2"):
         ranks.wait_loaded()
 

@@ -53,7 +53,7 @@ def test_gguf_frequency_factors_equal_llama3_scaling(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path, rope_scaling=rope)
     assert resolve_model(str(tmp_path)).config.rope_scaling == scaling
     frequencies = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    from tanghulu.workers.compute.models.rope import _scaled
+    from tanghulu.workers.compute.models.layers import _scaled
 
     factors = (frequencies / _scaled(frequencies, scaling)).float().numpy()
     path = tmp_path / "tiny.gguf"

@@ -22,9 +22,8 @@ from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.linear import Arithmetic, Linear
-from tanghulu.workers.compute.models.layers import Norm
+from tanghulu.workers.compute.models.layers import Norm, RotaryTable, rotate_
 from tanghulu.workers.compute.models.mlp import Mlp, load_mlp
-from tanghulu.workers.compute.models.rope import RotaryTable, rotate_
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.compute.models.weight_loader import WeightLoader
 from tanghulu.workers.compute.prompt_scoring import score

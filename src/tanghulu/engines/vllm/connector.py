@@ -22,8 +22,7 @@ from vllm.logger import init_logger
 
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.common.requests import LoadJob, RequestBook
-from tanghulu.engines.common.saves import PendingSaves, SaveJob
+from tanghulu.engines.common.requests import LoadJob, PendingSaves, RequestBook, SaveJob
 from tanghulu.engines.common.transfers import BlockMemory, Ended, PrefixLookup, Transfers
 from tanghulu.engines.vllm.facts import fingerprint_of, refuse_what_cannot_work
 from tanghulu.store.client.block_store import BlockStore

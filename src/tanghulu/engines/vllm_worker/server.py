@@ -18,9 +18,8 @@ from tanghulu.conductor.routing_service.vllm_events import EventSource
 from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
-from tanghulu.engines.vllm_worker.engine import VllmEngine
+from tanghulu.engines.vllm_worker.engine import LoadBook, VllmEngine
 from tanghulu.engines.vllm_worker.llm import LoadedVllm, StatsRelay, VllmFacts
-from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.hashing import VLLM_SHA256_CBOR
