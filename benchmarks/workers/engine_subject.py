@@ -113,7 +113,7 @@ class Tanghulu:
         import torch
 
         torch.set_num_threads(threads)
-        from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
+        from tanghulu.workers.compute.models.model import dtype_name, load_model, pick_dtype
         from tanghulu.workers.compute.runners import ThreadedRunner, TorchRunner
         from tanghulu.workers.engine.engine import EngineCore
         from tanghulu.workers.engine.kv_layout import KvLayout

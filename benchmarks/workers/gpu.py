@@ -39,7 +39,7 @@ from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
 from tanghulu.workers.compute.device import describe_device, pick_device, wait_for
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout

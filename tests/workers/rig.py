@@ -14,7 +14,7 @@ from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
 from tanghulu.types import BlockHash, Fingerprint
-from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
+from tanghulu.workers.compute.models.model import Model, kv_dtype_name
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -18,7 +18,7 @@ from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.models.shard import Shard, join, leave
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.compute.sampling import SamplingRow

@@ -16,7 +16,7 @@ from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import dtype_name, load_model
+from tanghulu.workers.compute.models.model import dtype_name, load_model
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout

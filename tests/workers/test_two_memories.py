@@ -14,7 +14,7 @@ from tanghulu.runtime.process import Process
 from tanghulu.types import Fingerprint, Role
 from tanghulu.workers.assembly import WorkerServer
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import DeviceRunner, TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import ModelRunner

@@ -15,7 +15,7 @@ from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.session.outputs import Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Fingerprint, RequestId
-from tanghulu.workers.compute.models.registry import Model, kv_dtype_name, load_model
+from tanghulu.workers.compute.models.model import Model, kv_dtype_name, load_model
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -15,7 +15,7 @@ from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
+from tanghulu.workers.compute.models.model import Model, kv_dtype_name
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -31,7 +31,7 @@ from tanghulu.workers.compute.forward_batch import (
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.compute.lanes import MOST_LANES, LanedForward
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.compute.thread_choice import ThreadChoice
 from tanghulu.workers.engine.engine import Computed, ModelRunner

@@ -19,7 +19,7 @@ from tanghulu.workers.compute.attention.invariant import KEY_SPAN
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.lanes import LanedForward
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 
 _BLOCK_TOKENS = 16

@@ -18,7 +18,7 @@ from tanghulu.workers.compute.device import describe_device, device_of_rank, fre
 from tanghulu.workers.compute.kv_cache import gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
-from tanghulu.workers.compute.models.registry import dtype_name, kv_dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import dtype_name, kv_dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, join, require_split
 from tanghulu.workers.compute.runners import DeviceRunner, ProfiledRunner, ThreadedRunner, TorchRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -30,7 +30,7 @@ from tanghulu.workers.weights.source import fingerprint, resolve_model
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 
 if TYPE_CHECKING:
-    from tanghulu.workers.compute.models.registry import Model
+    from tanghulu.workers.compute.models.model import Model
     from tanghulu.workers.config import WorkerConfig
     from tanghulu.workers.engine.engine import ModelRunner
     from tanghulu.workers.weights.source import ModelSource

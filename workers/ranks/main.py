@@ -18,7 +18,7 @@ from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_att
 from tanghulu.workers.compute.device import device_of_rank, wait_for
 from tanghulu.workers.compute.forward_batch import build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.compute.models.shard import Shard, join, leave
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.ranks.processes import RankTask

@@ -24,7 +24,7 @@ from tanghulu.workers.compute.forward_batch import (
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.models.shard import require_split
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading.invariance import require_invariance

@@ -133,7 +133,7 @@ def test_static_shapes_attend_as_ragged_ones_do(runs, backend, kept, bound, grou
         got = case.attend(under_test, decode_batch(packed, BLOCK))
     torch.testing.assert_close(got[: len(runs)], wanted, atol=1e-5, rtol=1e-5)
     assert torch.isfinite(got).all()
-    scratch = case.cache.scratch * case.cache.row_stride()
+    scratch = case.cache.scratch * case.cache.row_stride
     assert torch.equal(case.written[:scratch], written[:scratch])
 
 

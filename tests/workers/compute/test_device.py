@@ -16,7 +16,7 @@ from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttent
 from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
 from tanghulu.workers.compute.device import CPU, describe_device, device_of_rank, free_bytes, pick_device
 from tanghulu.workers.compute.memory_plan import MemoryPlan
-from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import Model, load_model, pick_dtype
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore

@@ -27,7 +27,7 @@ from tanghulu.workers.compute.forward_batch import (
     pack_decodes,
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model

@@ -16,7 +16,7 @@ from tanghulu.workers.compute import cuda_graphs
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import decode_batch, pack_decodes
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.scheduler import EngineCoreConfig

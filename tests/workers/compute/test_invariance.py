@@ -15,7 +15,7 @@ from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.linear import Arithmetic, Linear
 from tanghulu.workers.compute.models.layers import Norm, rotate_, silu_in_pieces
-from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model
+from tanghulu.workers.compute.models.model import Model, dtype_name, load_model
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.loading.invariance import require_invariance

@@ -10,7 +10,7 @@ import torch
 
 from tanghulu.errors import ConfigError
 from tanghulu.workers.compute.lanes import LEAST_ROWS
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import ProfiledRunner, TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore

@@ -11,7 +11,7 @@ import torch
 from tanghulu.errors import InvalidRequest
 from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.workers.compute import prompt_scoring
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.step import PromptScoreArrays
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, write_tiny

@@ -12,7 +12,7 @@ from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from tanghulu.session.outputs import FinishReason, KvSource
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers

@@ -20,7 +20,7 @@ from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.lanes import cut_lanes
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, ModelRunner

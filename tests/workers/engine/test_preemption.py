@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tanghulu.errors import ConfigError
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.types import RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine import thread
 from tanghulu.workers.engine.thread import StepReport
 from tests.workers.rig import BLOCK, PROMPT, Rig

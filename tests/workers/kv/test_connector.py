@@ -13,7 +13,7 @@ from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.speed import ASSUMED_PEER_BYTES_PER_S, SpeedMeter
 from tanghulu.workers.engine.thread import Command

@@ -33,7 +33,7 @@ from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout

@@ -28,7 +28,7 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.compute.models.shard import Shard, join, leave, require_split
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.config import WorkerConfig
@@ -167,7 +167,7 @@ def test_a_block_is_the_ranks_parts_one_behind_the_other(tiny: TinyModel) -> Non
     memory = bytearray(3 * split.block_bytes)
     for part in (0, 1):
         cache = KvCache(split, 3, memory, part)
-        rows = torch.tensor([2 * cache.row_stride() + cache.row_of(1, 1) + 5])
+        rows = torch.tensor([2 * cache.row_stride + cache.row_of(1, 1) + 5])
         cache.rows.index_fill_(0, rows, float(part + 1))
         assert cache.blocks[2, 1, 1, 5].unique().tolist() == [part + 1]
         assert cache.blocks.count_nonzero() == split.head_dim

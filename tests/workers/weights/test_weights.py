@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.weights import ModelSource, fingerprint, resolve_model
 from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
 from tanghulu.workers.weights.gguf_file import GgufFile

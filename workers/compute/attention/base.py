@@ -162,7 +162,7 @@ class PagedPlan:
     def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[AttentionWork]) -> None:
         self._cache, self._work, self._turn = cache, work, batch.turn
         places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
-        rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)
+        rows = batch.blocks * cache.row_stride + batch.offsets + cache.row_of(0, 0)
         # For each layer, the places of the first token's K and V, the second's K and V, and so on.
         self._rows = (places.view(-1, 1, 2) + rows[:, None]).flatten(1).unbind()
 
@@ -196,7 +196,7 @@ class Gather:
         tokens = layout.block_tokens
         self._planes = cache.rows.view(-1, tokens, *cache.rows.shape[1:])
         self._shape = (2, count, -1, layout.num_kv_heads, layout.head_dim)
-        blocks = upload(block_ids, device) * (cache.row_stride() // tokens) + cache.row_of(0, 0) // tokens
+        blocks = upload(block_ids, device) * (cache.row_stride // tokens) + cache.row_of(0, 0) // tokens
         at = torch.arange(2 * layout.num_layers, device=device).view(layout.num_layers, 2, 1)
         self._ids = (at + blocks).flatten(1).unbind()
 
