@@ -218,7 +218,7 @@ class SimWorker(Process):
             "exports": len(self.peers._exports),
             "prefixes": len(self.peers._prefixes),
             "leases": self.access.num_leases,
-            "pulls under way": len(self.connector._pulls),
+            "pulls under way": len(self.core.pulls),
             "blocks on their way to the store": self.connector._pending_blocks,
             "probes": len(self.probe._waiting),
             "requests of sessions": sum(len(session.requests) for session in hub._sessions),

@@ -190,7 +190,6 @@ class VirtualWorker:
     # --- steps
 
     def _begin_step(self) -> None:
-        self.scheduler.pulls.take_ending()
         if self._busy or not self.scheduler.has_work:
             return
         plan = self.scheduler.schedule()

@@ -34,7 +34,7 @@ from tanghulu.workers.compute.lanes import MOST_LANES, LanedForward
 from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.sampling import SamplingRow, sample
 from tanghulu.workers.compute.thread_choice import ThreadChoice
-from tanghulu.workers.engine.engine import Computed, ModelRunner
+from tanghulu.workers.engine.engine import Computed, ModelRunner, WrappedRunner
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.step import PromptScoreArrays, Sampled, ScheduledRun, StepPlan
 
@@ -174,15 +174,6 @@ def _rows_of(plan: StepPlan) -> list[SamplingRow]:
 
 #: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
 NUM_STEPS = 64
-
-
-class WrappedRunner:
-    """A `ModelRunner` around ``runner``, except `run`, which subclasses define."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.layout, self.cache = runner.layout, runner.cache
-        self.vocab, self.max_context = runner.vocab, runner.max_context
 
 
 class ThreadedRunner(WrappedRunner):

@@ -68,6 +68,15 @@ class ModelRunner(Protocol):
         """Write the KV of every planned token and sample where planned. Blocks for the duration."""
 
 
+class WrappedRunner:
+    """A `ModelRunner` around ``runner``, except `run`, which subclasses define."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.layout, self.cache = runner.layout, runner.cache
+        self.vocab, self.max_context = runner.vocab, runner.max_context
+
+
 class KvTransfers:
     """Moves KV between the engine's blocks and the outside. This one has no outside.
 
@@ -88,9 +97,6 @@ class KvTransfers:
 
         `Pulls.arrived` follows as blocks arrive, in order, then `Pulls.done` exactly once.
         """
-
-    def end_pull(self, name: RequestId) -> None:
-        """End the pull soon, at any point; no error if it has ended."""
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Receive blocks whose bytes stay valid during this call; `Exports.hold` them to read them later."""
@@ -147,7 +153,6 @@ class EngineCore:
             )
         self.scheduler.add(request)
         self._phases.added(request.request_id, self._clock.now_s())
-        self._end_pulls()
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> bool:
         """Begin to pull the prompt ``sequence`` from a prefill under way; False without room or anything to do.
@@ -159,10 +164,6 @@ class EngineCore:
             self._transfers.pull(wanted)
         return wanted is not None
 
-    def _end_pulls(self) -> None:
-        for name in self.pulls.take_ending():
-            self._transfers.end_pull(name)
-
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
 
@@ -173,9 +174,7 @@ class EngineCore:
         if peer is not None:
             self._transfers.decline(peer)
         self._phases.dropped(request_id)
-        dropped = self.scheduler.abort(request_id) if request is not None else self.pulls.drop(request_id)
-        self._end_pulls()
-        return dropped
+        return self.scheduler.abort(request_id) if request is not None else self.pulls.drop(request_id)
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
         self.scheduler.fetch_done(request_id, num_blocks_ok)
@@ -185,7 +184,6 @@ class EngineCore:
         """Plan, compute and sample once. Blocks while the model computes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
-        self._end_pulls()
         if plan.displaced:
             self._transfers.blocks_preempted(plan.displaced)
         for wanted in plan.fetches:

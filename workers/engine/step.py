@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -43,6 +44,8 @@ class FetchWanted(Struct, frozen=True):
     size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The blocks belong
     to the transfer until `fetch_done`, even if the request is aborted meanwhile. Blocks that ``peer`` does not deliver,
     or all without one, come from ``holder``, if there is one, and from the store.
+
+    A pull (`pulls`) is fetched from ``peer`` alone, as its export grows, and soon ends once ``ending`` is set.
     """
 
     request_id: RequestId
@@ -52,6 +55,7 @@ class FetchWanted(Struct, frozen=True):
     num_tokens: int
     peer: KvSource | None
     holder: PrefixHolder | None = None
+    ending: threading.Event | None = None
 
 
 class StepPlan(Struct):

