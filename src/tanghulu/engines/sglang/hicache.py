@@ -168,11 +168,11 @@ class TanghuluHiCache(HiCacheStorage):
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fill the pages at ``host_indices``; returns for each whether it has all its bytes."""
-        return self._load(self._pools[KV], keys, host_indices)
+        return self._move_pages(self._pools[KV], keys, host_indices, loads=True)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Put the pages at ``host_indices``; returns for each whether it is now in the store, visible to all."""
-        return self._save(self._pools[KV], keys, host_indices)
+        return self._move_pages(self._pools[KV], keys, host_indices, loads=False)
 
     # --- the pools of hybrid models
 
@@ -183,8 +183,8 @@ class TanghuluHiCache(HiCacheStorage):
         policies = [HitPolicy.of(transfer.hit_policy) for transfer in transfers]
         for transfer, policy in zip(transfers, policies, strict=True):
             beside = self._pools.get(_text(transfer.name))
-            asked = group_keys(keys, transfer) if policy is HitPolicy.BLOCK_GROUPS else keys
-            names.append(beside.keys(asked) if beside is not None else [])
+            pages = group_keys(keys, transfer) if policy is HitPolicy.BLOCK_GROUPS else keys
+            names.append(beside.keys(pages) if beside is not None else [])
         there = iter(self._has([name for part in names for name in part]))
         kv, *others = [[next(there) for _ in part] for part in names]
         num_kv_pages = leading(kv) if pool.has_memory else len(keys)
@@ -201,16 +201,16 @@ class TanghuluHiCache(HiCacheStorage):
         ]
         prefix = usable_prefix(num_kv_pages, beside_kv)
         hits = {PoolName.KV: num_kv_pages, **{each.name: prefix.pools[_text(each.name)] for each in transfers}}
-        said = {name: num_pages for name, num_pages in hits.items() if num_pages}
-        return PoolTransferResult(prefix.num_pages, said, prefix.restorable)
+        nonzero = {name: num_pages for name, num_pages in hits.items() if num_pages}
+        return PoolTransferResult(prefix.num_pages, nonzero, prefix.restorable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Do the same as ``batch_get_v1`` for several pools."""
-        return {each.name: self._perform(self._load, each) for each in transfers}
+        return {each.name: self._move_in(each, loads=True) for each in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Do the same as ``batch_set_v1`` for several pools."""
-        return {each.name: self._perform(self._save, each) for each in transfers}
+        return {each.name: self._move_in(each, loads=False) for each in transfers}
 
     # --- one page or tensor at a time, copied by SGLang; without "interface_v1"
 
@@ -224,7 +224,7 @@ class TanghuluHiCache(HiCacheStorage):
         """Read each page into its tensor; None for a missing page."""
         if target_locations is None or any(each is None for each in target_locations):
             return [None] * len(keys)
-        good = self._read(self._pools[KV], keys, [[memory_of(each)] for each in target_locations])
+        good = self._move(self._pools[KV], keys, [[memory_of(each)] for each in target_locations], loads=True)
         return [target if loaded else None for target, loaded in zip(target_locations, good, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -237,7 +237,7 @@ class TanghuluHiCache(HiCacheStorage):
         if values is None:
             return False
         whole = [each.contiguous() for each in values]
-        return all(self._write(self._pools[KV], keys, [[memory_of(each)] for each in whole]))
+        return all(self._move(self._pools[KV], keys, [[memory_of(each)] for each in whole], loads=False))
 
     # --- life
 
@@ -262,40 +262,31 @@ class TanghuluHiCache(HiCacheStorage):
 
     # --- the store
 
-    def _perform(self, work: Any, transfer: Any) -> list[bool]:
+    def _move_in(self, transfer: Any, *, loads: bool) -> list[bool]:
         keys, pool = list(transfer.keys or ()), self._pools.get(_text(transfer.name))
         if pool is None:
             _log.error("tanghulu: SGLang never registered its pool %s", _text(transfer.name))
             return [False] * len(keys)
-        done: list[bool] = work(pool, keys, transfer.host_indices)
-        return done
+        return self._move_pages(pool, keys, transfer.host_indices, loads=loads)
 
-    def _load(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
-        if not pool.has_memory or not keys:
-            return [True] * len(keys)
+    def _move_pages(self, pool: PagePool, keys: Sequence[str], indices: Any, *, loads: bool) -> list[bool]:
+        if not pool.has_memory or not keys or not (loads or pool.is_writer):
+            return [True] * len(keys)  # of those to save, another rank puts the same bytes
         buffers = pool.buffers(indices, len(keys))
-        return [False] * len(keys) if buffers is None else self._read(pool, keys, buffers)
+        return [False] * len(keys) if buffers is None else self._move(pool, keys, buffers, loads=loads)
 
-    def _save(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
-        if not pool.has_memory or not pool.is_writer or not keys:
-            return [True] * len(keys)  # another rank puts the same bytes
-        buffers = pool.buffers(indices, len(keys))
-        return [False] * len(keys) if buffers is None else self._write(pool, keys, buffers)
+    def _move(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any], *, loads: bool) -> list[bool]:
+        """Load or save the pages; return for each whether it was."""
+        began_s, names = time.monotonic(), pool.keys(keys)
+        if loads:
+            rates, good = self._loads, [error is None for error in self._store.load(names, buffers)]
+        else:
+            rates, good = self._saves, self._store.save(names, buffers)
+        rates.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
+        return good
 
     def _has(self, keys: Sequence[str]) -> list[bool]:
         return self._store.has(keys, self._options.lookup_deadline_s)
-
-    def _read(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        began_s = time.monotonic()
-        good = [error is None for error in self._store.load(pool.keys(keys), buffers)]
-        self._loads.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
-        return good
-
-    def _write(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        began_s = time.monotonic()
-        good = self._store.save(pool.keys(keys), buffers)
-        self._saves.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
-        return good
 
 
 def group_keys(keys: Sequence[str], transfer: Any) -> list[str]:

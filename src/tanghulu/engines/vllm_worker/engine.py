@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from msgspec import structs
@@ -112,28 +112,11 @@ LOOK_S = 0.5
 DROP_S, DROP_AGAIN_S = 10.0, 0.1
 
 
-class AsyncEngine(Protocol):
-    """The part of vLLM's ``AsyncLLM`` used here."""
-
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0
-    ) -> AsyncIterator[Any]: ...
-
-    async def check_health(self) -> None:
-        """Raise if vLLM's process has ended."""
-
-    async def is_sleeping(self) -> bool:
-        """Return whether it sleeps; vLLM's process answers between two steps."""
-
-    async def reset_prefix_cache(self) -> bool:
-        """Drop the cache, unless blocks are in use."""
-
-
 @dataclass(frozen=True, slots=True)
 class VllmSurface:
     """vLLM's engine, and the types of vLLM needed to use it."""
 
-    llm: AsyncEngine
+    llm: Any  # its AsyncLLM
     sampling: Callable[[VllmRequest], Any]  # makes SamplingParams
     dead: type[BaseException]
     invalid: tuple[type[BaseException], ...]  # raised for invalid requests
