@@ -149,12 +149,12 @@ def _pack(
         columns.append(values.gather(1, tokens[:, None]))
         best = values.topk(min(max(wanted), logits.shape[1]), dim=-1)
         columns += [best.indices, best.values]
-        if (asked := _asked_ids(rows)).size:
-            columns.append(values.gather(1, upload(asked, logits.device)))
+        if (named := _named_ids(rows)).size:
+            columns.append(values.gather(1, upload(named, logits.device)))
     return torch.cat([column.double() for column in columns], dim=1)
 
 
-def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+def _named_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
     """Return the ids whose log probabilities the rows request, int64 [R, A], filled with zeros."""
     ids = np.zeros((len(rows), max(len(row.params.logprob_token_ids) for row in rows)), dtype=np.int64)
     for line, row in zip(ids, rows, strict=True):
@@ -164,17 +164,17 @@ def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
 
 def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sampled:
     tokens = [int(token) for token in copied[:, 0]]
-    num_asked = max(
+    num_named = max(
         (len(row.params.logprob_token_ids) for row in rows if row.params.num_logprobs is not None), default=0
     )
-    num_top = (copied.shape[1] - 3 - num_asked) // 2
+    num_top = (copied.shape[1] - 3 - num_named) // 2
     logprobs: list[TokenLogprobs | None] = []
     for row, token, line in zip(rows, tokens, copied, strict=True):
         if row.params.num_logprobs is None:
             logprobs.append(None)
             continue
-        count, asked = min(row.params.num_logprobs, num_top), row.params.logprob_token_ids
+        count, named = min(row.params.num_logprobs, num_top), row.params.logprob_token_ids
         top = line[3 : 3 + count].astype(int).tolist()
-        values = [*line[2:3], *line[3 + num_top :][:count], *line[3 + 2 * num_top :][: len(asked)]]
-        logprobs.append(TokenLogprobs((token, *top, *asked), tuple(map(float, values))))
+        values = [*line[2:3], *line[3 + num_top :][:count], *line[3 + 2 * num_top :][: len(named)]]
+        logprobs.append(TokenLogprobs((token, *top, *named), tuple(map(float, values))))
     return Sampled(tokens, logprobs)

@@ -213,18 +213,18 @@ class PromptScoreArrays:
     of token 9. The code that computes the logits writes into the arrays.
 
     ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely; ``top_ids`` uint32 and
-    ``top_logprobs`` float32 [n, num_top], best first; ``asked_logprobs`` float32 [n, len(asked)].
+    ``top_logprobs`` float32 [n, num_top], best first; ``named_logprobs`` float32 [n, len(named)].
     """
 
     request_id: RequestId
     position: int
     targets: npt.NDArray[np.uint32]
-    asked: tuple[int, ...]
+    named: tuple[int, ...]
     logprobs: npt.NDArray[np.float32]
     ranks: npt.NDArray[np.uint32]
     top_ids: npt.NDArray[np.uint32]
     top_logprobs: npt.NDArray[np.float32]
-    asked_logprobs: npt.NDArray[np.float32]
+    named_logprobs: npt.NDArray[np.float32]
 
     @classmethod
     def of(cls, run: ScheduledRun, vocab: int) -> Self | None:
@@ -237,17 +237,17 @@ class PromptScoreArrays:
         count = end - first
         if count <= 0:
             return None
-        num_top, asked = min(request.scoring.num_top, vocab), request.sampling.logprob_token_ids
+        num_top, named = min(request.scoring.num_top, vocab), request.sampling.logprob_token_ids
         return cls(
             request.request_id,
             first,
             request.sequence.tokens[first:end],
-            asked,
+            named,
             np.zeros(count, np.float32),
             np.zeros(count, np.uint32),
             np.zeros((count, num_top), np.uint32),
             np.zeros((count, num_top), np.float32),
-            np.zeros((count, len(asked)), np.float32),
+            np.zeros((count, len(named)), np.float32),
         )
 
     @property
@@ -265,10 +265,10 @@ class PromptScoreArrays:
             self.request_id,
             self.position + start,
             self.targets[start:end],
-            self.asked,
+            self.named,
             self.logprobs[start:end],
             self.ranks[start:end],
             self.top_ids[start:end],
             self.top_logprobs[start:end],
-            self.asked_logprobs[start:end],
+            self.named_logprobs[start:end],
         )

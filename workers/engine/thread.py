@@ -216,7 +216,9 @@ class EngineThread:
             ended = any(output.finish is not None for output in result.outputs)
             goes_on = not (commanded or events or exports or ended or result.preempted or result.work.prefill_tokens)
             load = self._load_after(goes_on=goes_on)
-            self._on_report(StepReport(_with_events(result, events), load, exports))
+            if events and not result.kv_events:
+                result = structs.replace(result, kv_events=events)
+            self._on_report(StepReport(result, load, exports))
 
     def _load_after(self, *, goes_on: bool) -> EngineLoad:
         """Return the load after a step; pure decode steps (``goes_on``) change it little and share one."""
@@ -245,9 +247,3 @@ class EngineThread:
         return EngineLoad(
             shared, scheduler.num_fetching, pool.num_cached, pool.num_in_use, pool.num_in_transfer, scheduler.num_added
         )
-
-
-def _with_events(result: StepResult, events: tuple[object, ...]) -> StepResult:
-    if result.kv_events or not events:
-        return result
-    return StepResult(kv_events=events)  # type: ignore[arg-type]

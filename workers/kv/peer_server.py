@@ -307,7 +307,7 @@ SHARED_BYTES = 8 << 20
 Checksums = list[list[int]]
 
 
-class _Asked(NamedTuple):
+class _Pins(NamedTuple):
     """Blocks, held meanwhile, the offsets at which to read them, and the future of their checksums."""
 
     block_ids: Sequence[int]
@@ -322,16 +322,16 @@ class ShownBlocks:
         self._window = window
         self._layer_bytes = layer_bytes
         self._block_bytes = block_bytes
-        self._asked: list[_Asked] = []
+        self._waiting: list[_Pins] = []
         self._showing: set[asyncio.Future[None]] = set()
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> asyncio.Future[Checksums]:
         """Bring the blocks to their ``offsets``, even if the waiter is cancelled; return their checksums."""
         loop = asyncio.get_running_loop()
-        if not self._asked:
+        if not self._waiting:
             loop.call_soon(self._begin)
         shown: asyncio.Future[Checksums] = loop.create_future()
-        self._asked.append(_Asked(block_ids, offsets, shown))
+        self._waiting.append(_Pins(block_ids, offsets, shown))
         return shown
 
     async def close(self) -> None:
@@ -345,11 +345,11 @@ class ShownBlocks:
             self._showing.add(task)
             task.add_done_callback(self._showing.discard)
 
-    def _shares(self) -> Iterator[list[_Asked]]:
+    def _shares(self) -> Iterator[list[_Pins]]:
         """Return the pins since the last turn of the loop, in the parts that a thread shows at a time."""
-        share: list[_Asked] = []
+        share: list[_Pins] = []
         num_free = max_blocks = SHARED_BYTES // self._block_bytes
-        for each in self._asked:
+        for each in self._waiting:
             if share and len(each.block_ids) > num_free:
                 yield share
                 share, num_free = [], max_blocks
@@ -357,9 +357,9 @@ class ShownBlocks:
             num_free -= len(each.block_ids)
         if share:
             yield share
-        self._asked.clear()
+        self._waiting.clear()
 
-    async def _show(self, together: list[_Asked]) -> None:
+    async def _show(self, together: list[_Pins]) -> None:
         results = await asyncio.to_thread(lambda: [self._checksums(each) for each in together])
         for each, result in zip(together, results, strict=True):
             if each.shown.done():  # the waiter was cancelled
@@ -369,11 +369,11 @@ class ShownBlocks:
             else:
                 each.shown.set_result(result)
 
-    def _checksums(self, asked: _Asked) -> Checksums | Exception:
+    def _checksums(self, pins: _Pins) -> Checksums | Exception:
         """Show the blocks, in a thread. They are held, so their bytes stay."""
         step = self._layer_bytes
         try:
-            views = self._window.show(asked.block_ids, asked.offsets)
+            views = self._window.show(pins.block_ids, pins.offsets)
             return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
         except Exception as error:  # noqa: BLE001 - raised where the pin waits; the others of its group are shown
             return error

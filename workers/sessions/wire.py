@@ -106,7 +106,7 @@ class RequestFactory:
 
 def score_messages(scores: PromptScoreArrays) -> Iterator[PromptScores]:
     """Make the messages of a prompt's log probabilities, none of more than about `MAX_SCORES_BYTES`."""
-    each = 8 + 8 * scores.num_top + 4 * len(scores.asked)
+    each = 8 + 8 * scores.num_top + 4 * len(scores.named)
     most = max(1, MAX_SCORES_BYTES // each)
     for start in range(0, len(scores.targets), most):
         part = scores.part(start, start + most)
@@ -117,7 +117,7 @@ def score_messages(scores: PromptScoreArrays) -> Iterator[PromptScores]:
             part.ranks.astype("<u4").tobytes(),
             part.top_ids.astype("<u4").tobytes(),
             part.top_logprobs.astype("<f4").tobytes(),
-            part.asked_logprobs.astype("<f4").tobytes(),
+            part.named_logprobs.astype("<f4").tobytes(),
         )
 
 

@@ -44,7 +44,7 @@ def _check(parts: list[PromptScoreArrays], expected: torch.Tensor, start: int) -
     assert parts[-1].end == len(PROMPT)
     rows = expected[start - 1 : -1]
     own = torch.stack([row[token] for row, token in zip(rows, PROMPT[start:], strict=True)])
-    for part, name in ((own, "logprobs"), (rows.topk(3).values, "top_logprobs"), (rows[:, ASKED], "asked_logprobs")):
+    for part, name in ((own, "logprobs"), (rows.topk(3).values, "top_logprobs"), (rows[:, ASKED], "named_logprobs")):
         got = np.concatenate([getattr(each, name) for each in parts])
         assert np.abs(got - part.numpy()).max() < 1e-4, name
     assert np.concatenate([p.top_ids for p in parts]).tolist() == rows.topk(3).indices.tolist()
