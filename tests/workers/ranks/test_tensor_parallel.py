@@ -150,7 +150,7 @@ def test_a_split_that_the_heads_do_not_allow_is_refused(tiny: TinyModel, size: i
 
 
 def test_the_mock_engine_has_no_ranks() -> None:
-    with pytest.raises(ConfigError, match="--tp is 2"):
+    with pytest.raises(ConfigError, match="--tp works with --engine torch only"):
         WorkerConfig(engine="mock", tp=2)
 
 
