@@ -143,13 +143,15 @@ class EngineCore:
         """
         vocab = self.runner.vocab
         if int(request.sequence.tokens.max()) >= vocab:
-            raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
+            raise InvalidRequest(
+                f"request {request.request_id} has a token id outside the vocabulary of {vocab} tokens"
+            )
         sampling = request.sampling
         named = {*sampling.logit_bias, *request.ending_ids, *sampling.logprob_token_ids}
         unknown = sorted(token for token in named if not 0 <= token < vocab)
         if unknown:
             raise InvalidRequest(
-                f"logit_bias, stop or logprob ids name tokens {unknown[:5]}; the vocabulary has {vocab}"
+                f"logit_bias, stop_token_ids or logprob_token_ids name tokens {unknown[:5]}; the vocabulary has {vocab}"
             )
         self.scheduler.add(request)
         self._phases.added(request.request_id, self._clock.now_s())

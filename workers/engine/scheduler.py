@@ -42,8 +42,7 @@ from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, S
 
 _GRAMMAR_FAILED = Failure.of(
     InvalidRequest(
-        "the grammar that the request asks for cannot be kept: no text can go on under it where this one stands; "
-        "does its schema refer to nothing but itself?"
+        "the request's grammar allows no continuation of its text; does its schema refer to nothing but itself?"
     )
 )
 
@@ -105,17 +104,21 @@ class Scheduler:
         assert request.state is EngineRequestState.WAITING
         assert request.sequence.block_tokens == self._block_tokens
         if request.request_id in self._requests or self.exports.get(request.request_id) is not None:
-            raise InvalidRequest(f"request {request.request_id} is here already")
+            raise InvalidRequest(f"request {request.request_id} is already here")
         if request.num_tokens >= self.max_tokens:
             raise ContextLengthExceeded(
-                f"request {request.request_id} has {request.num_tokens} tokens; this worker holds at most "
-                f"{self.max_tokens - 1} and the next one (context {self._max_context}, KV cache "
+                f"request {request.request_id} has {request.num_tokens} tokens; this worker takes at most "
+                f"{self.max_tokens - 1} (context {self._max_context}, KV cache "
                 f"{self.pool.num_blocks} blocks of {self._block_tokens})"
             )
         if request.num_generated >= request.stop.max_new_tokens:
-            raise InvalidRequest(f"request {request.request_id} already has its {request.num_generated} new tokens")
+            raise InvalidRequest(
+                f"request {request.request_id} has already generated {request.num_generated} tokens, its max_new_tokens"
+            )
         if len(self._waiting) >= self.config.max_num_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests wait already; send it to another worker or later")
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, the maximum; retry later or at another worker"
+            )
         request.arrival = self._num_added
         request.turn = 0.0 if request.moved else self._turns.take(request.client, request.weight)
         self._num_added += 1

@@ -134,7 +134,7 @@ class PeerLinks:
         """Return the link to ``instance``, for one more reader, and whether it was opened for it."""
         with self._lock:
             if self._closed:
-                raise NodeUnavailable("this worker reads from no other any more")
+                raise NodeUnavailable("this worker is shutting down and reads no other worker's KV")
             place = self._places.setdefault(instance, _Place())
             place.num_waiting += 1
             stale = self._take_stale()
@@ -143,7 +143,9 @@ class PeerLinks:
             with place.opening:
                 with self._lock:
                     if self._clock.now_s() < place.silent_until_s:
-                        raise NodeUnavailable(f"worker {instance} did not answer a moment ago")
+                        raise NodeUnavailable(
+                            f"worker {instance} did not answer a moment ago; no call for {SILENT_PAUSE_S:g} s"
+                        )
                     if (known := self._lend(place.link)) is not None:
                         return known, False
                 fresh = self._open(instance)

@@ -284,6 +284,8 @@ def _count_whole(blocks: Sequence[ExportedBlock], buffers: Sequence[memoryview])
         parts = [xxhash.xxh3_64_intdigest(buffer[i : i + step]) for i in range(0, len(buffer), step)]
         if parts != list(block.checksums):
             if count == 0:
-                raise ChecksumMismatch("the first exported block did not arrive as it was sent")
+                raise ChecksumMismatch(
+                    "the first exported block arrived with a wrong checksum; compute the prompt instead"
+                )
             return count
     return len(blocks)

@@ -187,7 +187,7 @@ class PeerServer:
 
     def _hello(self, peer: Peer, request: SegmentHello, _: memoryview) -> SegmentWelcome:
         if peer.state is not None:
-            raise InvalidRequest("a connection says hello once")
+            raise InvalidRequest("this connection has already sent HELLO; send it once")
         session_id = next(self._session_ids)
         may_map = peer.is_unix and request.wants_shm and request.host_id == host_id()
         session = self._access.open_session(session_id, peer.pid if may_map else None)
@@ -221,7 +221,8 @@ class PeerServer:
         self._require_known(peer, request.fingerprint)
         if len(self._prefixes) >= MAX_PREFIXES:
             raise Overloaded(
-                f"{MAX_PREFIXES} prefixes of {self._identity.instance_id} are being read; ask the store, or later"
+                f"{MAX_PREFIXES} prefixes of {self._identity.instance_id} are being read, the maximum; "
+                "load from the store, or retry"
             )
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
@@ -246,7 +247,7 @@ class PeerServer:
 
     def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
         if peer.state is None:
-            raise InvalidRequest("say hello before you pin an export")
+            raise InvalidRequest("send HELLO before other calls")
         own = self._identity
         if fingerprint != own.fingerprint:
             raise InvalidRequest(
@@ -257,7 +258,7 @@ class PeerServer:
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> ExportPinReply:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if self._closed:
-            raise NodeUnavailable(f"worker {self._identity.instance_id} stops: compute the prompt, or ask another")
+            raise NodeUnavailable(f"worker {self._identity.instance_id} is shutting down; compute the prompt instead")
         if not block_ids:
             return ExportPinReply()
         offsets = self._window.take(block_ids)

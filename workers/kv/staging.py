@@ -200,7 +200,7 @@ class StagedWindow:
         if not slots:
             raise Overloaded(
                 f"all {self.slots.num_slots} blocks of pinned memory are being read by other workers; "
-                "compute the prompt, or ask later; --kv-staging gives more"
+                "compute the prompt, retry later, or raise --kv-staging"
             )
         return [slot * self._blocks.block_bytes for slot in slots]
 
@@ -241,8 +241,8 @@ class DeviceStaging:
         least = _MIN_BLOCKS * layout.block_bytes
         if staging_bytes < least:
             raise ConfigError(
-                f"--kv-staging {format_size(staging_bytes)} is too little for blocks of "
-                f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and what others read take {format_size(least)}"
+                f"--kv-staging {format_size(staging_bytes)} is too small for blocks of "
+                f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and exports need {format_size(least)}"
             )
         self._device = device
         self._ring_bytes = staging_bytes // 2 // NUM_RINGS

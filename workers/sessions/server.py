@@ -155,7 +155,7 @@ class SessionHub(Generic[RequestT]):
         if session is None:
             hello = message.message
             if not isinstance(hello, SessionHello):
-                raise InvalidRequest("a session begins with a hello")
+                raise InvalidRequest(f"a session must begin with SessionHello, not {type(hello).__name__}")
             require_version(hello.protocol_version, f"conductor {hello.conductor_id}")
             session = self._new_session(peer)
             self._receive(session, message)
@@ -224,7 +224,9 @@ class SessionHub(Generic[RequestT]):
         if self._draining:
             if ahead is not None:
                 self._abort(ahead)
-            self._refuse(session, request_id, Overloaded(f"worker {self._instance_id} is about to end"))
+            self._refuse(
+                session, request_id, Overloaded(f"worker {self._instance_id} is shutting down; use another worker")
+            )
             return
         try:
             request = self._factory.request(submit)

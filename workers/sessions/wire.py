@@ -99,7 +99,7 @@ class RequestFactory:
         if sampling.grammar is None:
             return None
         if self._grammars is None:
-            raise InvalidRequest("this worker's engine computes no text, so it cannot keep to a grammar")
+            raise InvalidRequest("this worker's engine does not support grammars; use a worker with --engine torch")
         kind, text = sampling.grammar
         return self._grammars.compile(GrammarKind(kind), text)
 

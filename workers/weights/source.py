@@ -122,7 +122,7 @@ def _from_directory(path: Path) -> ModelSource:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0], ggufs[0].stem)
-    raise ModelUnsupported(f"directory {path} holds no safetensors and {len(ggufs)} .gguf files; one is needed")
+    raise ModelUnsupported(f"directory {path} has no safetensors and {len(ggufs)} .gguf files; it must have one")
 
 
 def _listed(path: Path, weights: Sequence[Path]) -> Sequence[Path]:

@@ -59,7 +59,7 @@ def _checked(given: Mapping[str, Any]) -> SamplingDefaults:
         numbers = {name: float(value) for name, value in given.items() if name != "top_k"}
         defaults = SamplingDefaults(**numbers, top_k=max(int(given.get("top_k", 0)), 0))  # -1 also disables it
     except (TypeError, ValueError, OverflowError) as error:
-        raise ModelUnsupported(f"the model's sampling defaults {dict(given)} are no numbers: {error}") from error
+        raise ModelUnsupported(f"the model's sampling defaults {dict(given)} are not numbers: {error}") from error
     if not (
         0 <= defaults.temperature <= 100
         and 0 < defaults.top_p <= 1

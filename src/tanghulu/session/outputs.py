@@ -116,7 +116,7 @@ class PromptScores(FastMessage, frozen=True):
         tables = (self.top_ids, self.top_logprobs, self.named_logprobs)
         if not size or size % 4 or len(self.ranks) != size or any(len(table) % size for table in tables):
             sizes = [len(table) for table in (self.logprobs, self.ranks, *tables)]
-            raise InvalidRequest(f"log probabilities of a prompt in tables of {sizes} bytes: no whole rows")
+            raise InvalidRequest(f"log probabilities of a prompt have tables of {sizes} bytes, not of whole rows")
 
 
 class KvChange(FastMessage, frozen=True):

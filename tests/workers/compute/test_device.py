@@ -76,7 +76,7 @@ class TestPicking:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert pick_device("auto") == torch.device("cuda", 0) == pick_device("cuda")
         assert pick_device("cuda:1") == torch.device("cuda", 1)
-        with pytest.raises(ConfigError, match="there are 2 GPUs, cuda:0 to cuda:1"):
+        with pytest.raises(ConfigError, match="this host has 2 GPUs, cuda:0 to cuda:1"):
             pick_device("cuda:2")
         assert device_of_rank(torch.device("cuda", 0), 1) == torch.device("cuda", 1)
         with pytest.raises(ConfigError, match=r"rank 2 needs cuda:2.*--tp"):

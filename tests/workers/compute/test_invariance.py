@@ -145,5 +145,5 @@ def test_a_worker_tries_its_kernels_at_start(
     assert require_invariance(model, 1, "int8") != named
     norm = model._norm  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "_norm", lambda hidden: norm(hidden) * (1 + len(hidden) * 1e-6))
-    with pytest.raises(ConfigError, match="give other bits in company in 1 chunks on 1 threads"):
+    with pytest.raises(ConfigError, match="computes other bits in company in 1 chunks on 1 threads"):
         require_invariance(model, 1, kept_as)

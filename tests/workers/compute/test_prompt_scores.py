@@ -128,7 +128,7 @@ def test_ids_of_the_generated_tokens_too(tiny: tuple[Model, torch.Tensor]) -> No
 def test_what_cannot_be_had_is_refused(tiny: tuple[Model, torch.Tensor]) -> None:
     with pytest.raises(InvalidRequest, match="first token"):
         PromptScoring(0).validate()
-    with pytest.raises(InvalidRequest, match="at most 20"):
+    with pytest.raises(InvalidRequest, match="between 0 and 20"):
         PromptScoring(1, 21).validate()
     with pytest.raises(InvalidRequest, match="at most 128"):
         Sampling(logprob_token_ids=tuple(range(129))).validate()

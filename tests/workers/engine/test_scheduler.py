@@ -156,14 +156,14 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
 
 def test_what_cannot_be_served_is_refused_at_once() -> None:
     core = scheduler(num_blocks=2, max_num_waiting=1)
-    with pytest.raises(ContextLengthExceeded, match="8 tokens; this worker holds at most 7"):
+    with pytest.raises(ContextLengthExceeded, match="8 tokens; this worker takes at most 7"):
         core.add(req("long", 8))
-    with pytest.raises(InvalidRequest, match="already has its 2"):
+    with pytest.raises(InvalidRequest, match="already generated 2 tokens"):
         core.add(req("done", 5, 2, num_prompt=3))
     core.add(req("a", 3))
-    with pytest.raises(InvalidRequest, match="here already"):
+    with pytest.raises(InvalidRequest, match="already here"):
         core.add(req("a", 3))
-    with pytest.raises(Overloaded, match="1 requests wait"):
+    with pytest.raises(Overloaded, match="1 requests are waiting"):
         core.add(req("b", 3))
     with pytest.raises(ConfigError, match="below max_num_seqs"):
         EngineCoreConfig(block_tokens=4, max_num_batched_tokens=3, max_num_seqs=4)

@@ -224,7 +224,7 @@ async def test_a_load_says_how_many_of_the_sessions_submissions_it_holds(scene):
 
 async def test_a_session_begins_with_a_hello(scene):
     here, _, _ = scene
-    with pytest.raises(InvalidRequest, match="hello"):
+    with pytest.raises(InvalidRequest, match="SessionHello"):
         here.hub.receive(Peer(None, False, "x"), _submit("r9"), memoryview(b""))
     assert here.hub.num_requests == 1
 

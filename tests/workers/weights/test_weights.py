@@ -82,7 +82,7 @@ def test_damaged_files_are_refused(tiny: TinyModel, tmp_path: Path) -> None:
     write_gguf(tiny, path)
     whole = path.read_bytes()
     path.write_bytes(b"GGML" + whole[4:])
-    with pytest.raises(ModelUnsupported, match="no GGUF file"):
+    with pytest.raises(ModelUnsupported, match="not a GGUF file"):
         resolve_model(str(path))
     path.write_bytes(whole[:200])
     with pytest.raises(ModelUnsupported, match="damaged"):

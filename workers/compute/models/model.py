@@ -186,8 +186,8 @@ def _load_head(loader: WeightLoader, config: ModelConfig, embedding: torch.Tenso
         return head
     if not torch.equal(head, embedding):
         raise ModelUnsupported(
-            "tensor 'lm_head.weight' differs from the embedding though the config ties them (tie_word_embeddings); "
-            "set that to false if the head is its own"
+            "tensor 'lm_head.weight' differs from the embedding, but the config ties them; "
+            "set tie_word_embeddings to false if the model has a head of its own"
         )
     return embedding
 

@@ -60,7 +60,7 @@ def require_split(config: ModelConfig, size: int) -> None:
     for count, what in counts:
         if count % size:
             each = ", ".join(f"{count} {what}" for count, what in counts)
-            raise ConfigError(f"--tp {size} cannot share out the model's {count} {what}; choose a divisor of {each}")
+            raise ConfigError(f"--tp {size} does not divide the model's {count} {what}; choose a divisor of {each}")
 
 
 #: Longest wait of a rank for the others: far beyond any step.

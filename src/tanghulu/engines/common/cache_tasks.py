@@ -90,7 +90,7 @@ class Tasks(Generic[T]):
             return
         error = work.exception()
         if error is not None:
-            _log.error("tanghulu: a %s broke off", self._name, exc_info=error)
+            _log.error("tanghulu: a %s task raised an error and counts as failed", self._name, exc_info=error)
         self._end(number, failed if error is not None else work.result(), num_bytes)
 
     def _end(self, number: int, outcome: T, num_bytes: int = 0) -> None:

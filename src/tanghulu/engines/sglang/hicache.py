@@ -105,7 +105,7 @@ class HiCacheOptions(StoreOptions):
         options = cls.parse({name: value for name, value in extra_config.items() if name not in SGLANGS_OWN})
         if not extra_config.get("interface_v1"):
             _log.warning(
-                'tanghulu: every page is copied once more: put "interface_v1": 1 into '
+                'tanghulu: SGLang copies every page once more; to avoid that, add "interface_v1": 1 to '
                 "--hicache-storage-backend-extra-config"
             )
         return options
@@ -153,8 +153,7 @@ class TanghuluHiCache(HiCacheStorage):
         model = arguments.get("model_path") or (model_name or "").removesuffix(f"-{tag}")
         if not model and not self._options.namespace:
             raise ConfigError(
-                'SGLang does not say which model it runs; put "namespace": "<model>" into '
-                "--hicache-storage-backend-extra-config"
+                'SGLang reports no model; add "namespace": "<model>" to --hicache-storage-backend-extra-config'
             )
         facts = {name: str(arguments[name]) for name in _ARGUMENTS if arguments.get(name)}
         return {"arguments": facts, **facts_of_model(model, arguments.get("revision"))}
@@ -245,7 +244,7 @@ class TanghuluHiCache(HiCacheStorage):
         """Remove the pages of servers with this one's fingerprint, and no others."""
         for prefix in {pool.prefix for pool in list(self._pools.values())}:
             if not self._store.remove_below(prefix):
-                _log.warning("tanghulu: not all pages below %s could be removed", prefix)
+                _log.warning("tanghulu: the store did not remove all pages below %s; clear the cache again", prefix)
 
     def get_stats(self) -> Any:
         """Return what was moved since the last call, in the form of SGLang's metrics; called if metrics are enabled."""
@@ -265,7 +264,9 @@ class TanghuluHiCache(HiCacheStorage):
     def _move_in(self, transfer: Any, *, loads: bool) -> list[bool]:
         keys, pool = list(transfer.keys or ()), self._pools.get(_text(transfer.name))
         if pool is None:
-            _log.error("tanghulu: SGLang never registered its pool %s", _text(transfer.name))
+            _log.error(
+                "tanghulu: SGLang has not registered its pool %s, so its pages are not moved", _text(transfer.name)
+            )
             return [False] * len(keys)
         return self._move_pages(pool, keys, transfer.host_indices, loads=loads)
 

@@ -62,7 +62,7 @@ class VllmWorkerConfig(SessionOptions):
                 "safetensors"
             )
         if self.role != "worker" and not self.store:
-            raise ConfigError(f"--role {self.role} needs the store, through which prompts are handed over")
+            raise ConfigError(f"--role {self.role} hands prompts over through the store; drop --no-store")
         self.further_arguments()
 
     @property
@@ -75,12 +75,12 @@ class VllmWorkerConfig(SessionOptions):
         try:
             given = json.loads(self.vllm)
         except ValueError as error:
-            raise ConfigError(f"--vllm is no JSON: {error}") from None
+            raise ConfigError(f"--vllm is not valid JSON: {error}") from None
         if not isinstance(given, dict):
             raise ConfigError('--vllm must be a JSON object of engine arguments, such as {"max_model_len": 4096}')
         for name in sorted(given.keys() & _DECIDED.keys()):
-            instead = f"; use {_DECIDED[name]}" if _DECIDED[name] else ", for the conductor depends on it"
-            raise ConfigError(f"--vllm: {name} is decided by this worker{instead}")
+            instead = f"use {_DECIDED[name]}" if _DECIDED[name] else "the conductor depends on its value"
+            raise ConfigError(f"--vllm cannot set {name}: {instead}")
         return given
 
     def engine_arguments(self, events: Path, replay: Path) -> dict[str, Any]:

@@ -167,10 +167,10 @@ class VllmEngine:
     ) -> None:
         """Pass the request to vLLM."""
         if request.request_id in self._book:
-            refused(Conflict(f"request {request.request_id} is under way"))
+            refused(Conflict(f"request {request.request_id} is already running here"))
             return
         if len(self._book) >= self._max_requests:
-            refused(Overloaded(f"{len(self._book)} requests are here, and no more than {self._max_requests} may be"))
+            refused(Overloaded(f"{len(self._book)} requests are here, the maximum; retry later or at another worker"))
             return
         num_cached = self._mirror.num_leading(request.block_hashes) * self._block_tokens
         self._book.add(request.request_id, max(len(request.tokens) - num_cached, 1))
@@ -228,7 +228,7 @@ class VllmEngine:
             raise DeadlineExceeded(f"vLLM computed no token within {deadline_s:g} s") from None
         except surface.dead as error:
             self._fail(error)
-            raise NodeUnavailable("vLLM's engine has ended") from error
+            raise NodeUnavailable("vLLM's engine has ended; see the worker's log") from error
         return self._loop.time() - began_s
 
     async def drop_cached(self) -> int:
@@ -236,7 +236,7 @@ class VllmEngine:
         num_cached, until_s = len(self._mirror), self._loop.time() + DROP_S
         while not await self._surface.llm.reset_prefix_cache():
             if self._book or self._loop.time() > until_s:
-                raise Conflict("vLLM forgets its cache only while no request uses it")
+                raise Conflict("vLLM cannot drop its cache while requests use it; retry when they have ended")
             await asyncio.sleep(DROP_AGAIN_S)
         return num_cached
 
@@ -279,12 +279,12 @@ class VllmEngine:
         except surface.dead as error:
             self._fail(error)
         except surface.invalid as error:
-            refused(InvalidRequest(f"vLLM refuses the request: {error}"))
+            refused(InvalidRequest(f"vLLM rejected the request: {error}"))
         except TanghuluError as error:
             refused(error)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is this request's end, not the worker's
             _log.warning("vllm.request_failed", request=request.request_id, error=repr(error))
-            refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
+            refused(NodeUnavailable(f"vLLM failed to serve the request: {error!r}"))
 
     async def _hand_over(self, request: VllmRequest, last: Output) -> Output:
         """Wait until the prompt's blocks are in the store, so that another worker can continue.
