@@ -365,7 +365,8 @@ class KvConnector(KvTransfers):
         try:
             self._peers.release(peer, bytes_read, keep=keep)
         except TanghuluError as error:
-            _log.warning("export.release_failed", code=error.code, error=error.message)
+            about = {"worker": peer.instance_id, "export": peer.export_id}
+            _log.warning("export.release_failed", **about, code=error.code, error=error.message)
 
     def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
         block_tokens = self._layout.block_tokens
