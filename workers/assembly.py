@@ -164,7 +164,13 @@ class WorkerServer(SessionWorker):
         clock = SystemClock()
         access = AccessTable(clock, _LEASE_MS, self._segment.size_bytes)
         self._peers = PeerServer(
-            KvIdentity(self.instance_id, self._process.generation, self._loaded.fingerprint),
+            KvIdentity(
+                self.instance_id,
+                self._process.generation,
+                self._loaded.fingerprint,
+                str(self.address),
+                self.unix_path,
+            ),
             self._loaded.layout,
             self._kv.window,
             access,
@@ -192,7 +198,6 @@ class WorkerServer(SessionWorker):
         stack.push_async_callback(self._peers.close)
         stack.push_async_callback(server.close)
         self._peers.serve(self._service, server)
-        self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
         await stack.enter_async_context(beside(self._peers.sweep()))
 
     def _card(self, core: EngineCore) -> ModelCard:

@@ -104,11 +104,10 @@ class SimWorker(Process):
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
         self.connector.attach(self.thread)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
-        identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
+        identity = KvIdentity(self.id, self.generation, text.FINGERPRINT, str(self.address))
         self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, self.thread)
         service = FastService()
         self.peers.serve(service, self)  # type: ignore[arg-type]
-        self.peers.address = str(self.address)
         factory = RequestFactory(text.FINGERPRINT, text.BLOCK_TOKENS, "xxh3_128", text.ASSETS.eos_ids)
         self.probe = EngineProbe(self.thread, factory.probe, clock)
         self.hub = SessionHub(

@@ -63,11 +63,16 @@ MAX_WATCH_S = 1.0
 
 
 class KvIdentity(NamedTuple):
-    """Identity of exported KV: this worker, this run of its process, and the fingerprint that readers must present."""
+    """Identity of exported KV: this worker, this run of its process, and the fingerprint that readers must present.
+
+    Readers connect to ``address``, or on this host to ``unix_path``.
+    """
 
     instance_id: InstanceId
     generation: int
     fingerprint: Fingerprint
+    address: str = ""
+    unix_path: str = ""
 
 
 class PeerServer:
@@ -98,7 +103,6 @@ class PeerServer:
         self._shown = ShownBlocks(window, layout.layer_bytes, layout.block_bytes)
         self._closed = False
         self._segment: SegmentServer
-        self.address, self.unix_path = "", ""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -141,14 +145,8 @@ class PeerServer:
 
     def _source(self, export: Export) -> KvSource:
         self._metrics.exports.set(len(self._exports))
-        return KvSource(
-            self._identity.instance_id,
-            self.address,
-            self.unix_path,
-            export.export_id,
-            export.kv.num_tokens,
-            host_id(),
-        )
+        own, kv = self._identity, export.kv
+        return KvSource(own.instance_id, own.address, own.unix_path, export.export_id, kv.num_tokens, host_id())
 
     def release(self, export_id: int) -> None:
         """Release the export: no worker will fetch it (any more)."""
