@@ -12,17 +12,10 @@ import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 import structlog
 
 from tanghulu.auth.certificate_roles import WORKER
-from tanghulu.auth.tokens import TokensFile
-from tanghulu.rpc.authorizer import Authorizer
-from tanghulu.rpc.fast_port import FastPort
-from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.methods import EndReply
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.runtime.tasks import beside
@@ -36,13 +29,12 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
-from tanghulu.workers.engine.probe import EngineProbe
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -52,8 +44,8 @@ from tanghulu.workers.kv.ports import HostBlocks, KvPorts
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.sessions.beats import EngineBeats
-from tanghulu.workers.sessions.calls import WorkerCalls
+from tanghulu.workers.sessions.health import EngineBeats, EngineProbe
+from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
@@ -67,72 +59,33 @@ _LEASE_MS = 20_000
 _LAST_STEP_S = 30.0  # most that the step under way may take when a worker ends
 
 
-class WorkerServer:
-    """A running worker; an async context manager."""
+class WorkerServer(SessionWorker):
+    """A running worker of our engine."""
 
     def __init__(self, process: Process, config: WorkerConfig, loaded: LoadedModel) -> None:
-        self._process = process
+        super().__init__(process, config, loaded.name)
         self._config = config
         self._loaded = loaded
-        self._secret = config.shared_secret()
-        self._stack = contextlib.AsyncExitStack()
-        self.model_name = loaded.name
-        self.address = Address("", 0)
-        self.unix_path = ""
-        self.instance_id = process.instance_id(config.port)
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await self._open(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
-
-    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Open the parts bottom up: memory, engine, its outside connections, and the port last."""
-        process, config = self._process, self._config
-        service = FastService(max_connections=config.max_connections)
-        tokens = None if config.tokens is None else TokensFile(config.tokens)
-        self._tls = config.server_tls()
-        port = FastPort(service, process.run_dir, "worker", self._tls)
-        self.address = await port.bind(config.host, config.port, config.reachable_host)
-        if tokens is not None:
-            tokens.answer_at(self.address, Address(config.host, self.address.port), unix_path=port.unix_path)
-        self.unix_path = port.unix_path
-        self.instance_id = process.instance_id(self.address.port)
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start the parts bottom up: memory, engine, its outside connections, and the port last."""
+        port = await self._bind()
         core, connector = self._engine(stack)
         self._reports = EngineReports(self._spread)
         self._thread = EngineThread(core, self._reports.put, self._engine_failed, self._speed, self._reports.call)
-        connector.attach(core, self._kv.port, self._thread.post, self._thread.post_lazily)
-        await self._peers_in(stack, service, core)
+        connector.attach(self._thread)
+        await self._peers_in(stack)
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
+        peers = self._peers
         self._hub = SessionHub(
-            self.instance_id,
-            process.generation,
-            factory,
-            self._thread,
-            self._peers.add_exports,
-            self._peers.release,
+            self.instance_id, self._process.generation, factory, self._thread, peers.add_exports, peers.release
         )
-        self._hub.serve(service)
-        WorkerCalls(self._card(core), self._drop_cached, self._probe.run, self._end).serve(service)
-        if tokens is not None:
-            authorizer = Authorizer(tokens)
-            authorizer.authorize(service)
-            await stack.enter_async_context(beside(authorizer.watch(service)))
-        self._beats = EngineBeats(self._thread, process.alive)
+        self._beats = EngineBeats(self._thread.beat, self._process.alive)
         self._thread.start()
         stack.push_async_callback(self._stop_engine)
         stack.callback(self._reports.close)
-        await stack.enter_async_context(beside(self._beats.run()))
-        await port.open()
-        stack.push_async_callback(port.close)
-        stack.callback(self._hub.close)
+        await self._open(stack, port, WorkerCalls(self._card(core), self._drop_cached, self._probe.run, self._end))
 
     def _engine(self, stack: contextlib.AsyncExitStack) -> tuple[EngineCore, KvConnector]:
         config, loaded = self._config, self._loaded
@@ -162,9 +115,6 @@ class WorkerServer:
             store = StoreAdapter(client, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
-        bounds = ConnectorConfig(store_policy=config.store_policy)
-        connector = KvConnector(store, reader, self._metrics, self._speed, bounds)
-        stack.callback(connector.close)
         if loaded.ranks is not None:
             stack.callback(loaded.ranks.close)
             if loaded.staging is None:
@@ -177,7 +127,10 @@ class WorkerServer:
             assert isinstance(runner.cache, KvMemory)
             in_place = HostBlocks(runner.cache)
             self._kv = KvPorts(in_place, in_place)
-        return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
+        limits = ConnectorConfig(store_policy=config.store_policy)
+        connector = KvConnector(store, reader, self._metrics, self._speed, loaded.layout, self._kv.port, limits)
+        stack.callback(connector.close)
+        return EngineCore(runner, self._engine_config(), connector), connector
 
     def _request_factory(self, core: EngineCore) -> RequestFactory:
         config, assets = self._config, self._loaded.assets
@@ -206,12 +159,18 @@ class WorkerServer:
             debug_checks=config.checks,
         )
 
-    async def _peers_in(self, stack: contextlib.AsyncExitStack, service: FastService, core: EngineCore) -> None:
+    async def _peers_in(self, stack: contextlib.AsyncExitStack) -> None:
         """Offer the cache's segment to other workers."""
         clock = SystemClock()
         access = AccessTable(clock, _LEASE_MS, self._segment.size_bytes)
         self._peers = PeerServer(
-            KvIdentity(self.instance_id, self._process.generation, self._loaded.fingerprint),
+            KvIdentity(
+                self.instance_id,
+                self._process.generation,
+                self._loaded.fingerprint,
+                str(self.address),
+                self.unix_path,
+            ),
             self._loaded.layout,
             self._kv.window,
             access,
@@ -238,8 +197,7 @@ class WorkerServer:
         await server.start()
         stack.push_async_callback(self._peers.close)
         stack.push_async_callback(server.close)
-        self._peers.serve(service, server)
-        self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
+        self._peers.serve(self._service, server)
         await stack.enter_async_context(beside(self._peers.sweep()))
 
     def _card(self, core: EngineCore) -> ModelCard:
@@ -280,21 +238,12 @@ class WorkerServer:
         shutil.rmtree(self._process.run_dir, ignore_errors=True)
         os._exit(1)
 
-    def _end(self) -> EndReply:
-        """End the process in order, as SIGTERM does."""
-        self._process.stopping.set()
-        return EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
-
     async def _drop_cached(self) -> int:
-        return await self._thread.call(lambda core: core.drop_cached())
+        return await self._thread.call(lambda core: core.pool.drop_cached())
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests; wait at most ``grace_s`` until those under way have ended and their KV was fetched."""
-        self._hub.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._hub.idle.wait()
-                await self._peers.idle.wait()
+    async def _ended(self) -> None:
+        await super()._ended()
+        await self._peers.idle.wait()  # the KV of ended prefills was fetched
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

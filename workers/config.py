@@ -6,24 +6,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
-from tanghulu.runtime.process import ProcessConfig
+from tanghulu.runtime.master_options import PortOptions
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.kv.store_policy import POLICIES as STORE_POLICIES
+from tanghulu.workers.sessions.port import SessionOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, ProcessConfig):
+class WorkerConfig(TransferOptions, SessionOptions):
     """Options of a worker."""
 
-    port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
-    discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch, or mock, which imitates a model's timing", choices=("torch", "mock"))
     dtype: str = option("auto", "type of the weights", choices=("auto", "float32", "bfloat16", "float16"))
@@ -56,8 +53,7 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
     speculative: str = option(
         "", "ngram:K proposes up to K tokens that followed the last ones before; the same text in fewer steps"
     )
-    tp: int = option(1, "number of tensor-parallel ranks, a process each, on this host", most=1024)
-    store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    tp: int = option(1, "number of tensor-parallel ranks, a process each, on this host", least=1, most=1024)
     store_policy: str = option(
         "all",
         "blocks written to the store: all, those used twice, the rest as well when idle (defer), none",
@@ -69,16 +65,15 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
         choices=("recompute", "store"),
     )
     peer_fetch: bool = option(True, "read prefixes from other workers' caches when the conductor asks for it")
-    grace_s: float = option(
-        10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
-    )
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", debug=True)
     checks: bool = option(False, "assert all invariants after every step (slow)", debug=True)
     mock_speedup: float = option(1.0, "speedup of the mock engine's timing", above=0, debug=True)
     mock_timing: str = option(
         "cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"), debug=True
     )
-    mock_kv_token_bytes: int = option(16, "bytes of KV per token of the mock engine; a multiple of 8", debug=True)
+    mock_kv_token_bytes: int = option(
+        16, "bytes of KV per token of the mock engine; a multiple of 8", least=8, debug=True
+    )
     mock_hold: Path | None = option(
         None, "directory of files that pause the mock engine before steps (docs/workers.md)", debug=True
     )
@@ -89,27 +84,31 @@ class WorkerConfig(TransferOptions, SecretOptions, MasterOptions, PortOptions, P
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
         check_bounds(self)
-        if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
-            raise ConfigError(f"--debug mock_kv_token_bytes={self.mock_kv_token_bytes}: it must be a multiple of 8")
-        if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):
-            raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
-        if self.batch_invariant and (self.engine != "torch" or self.tp > 1 or self.attention == "varlen"):
-            raise ConfigError("--batch-invariant takes --engine torch, --tp 1 and an --attention of its own (auto)")
-        self._require_torch()
+        is_speculative = NgramProposer.of(self.speculative) is not None
+        if self.engine != "torch":
+            self._require_no_model(is_speculative)
+        if self.mock_kv_token_bytes % 8:
+            raise ConfigError(f"--debug mock_kv_token_bytes={self.mock_kv_token_bytes} is no multiple of 8")
+        if self.batch_invariant and (self.tp > 1 or self.attention == "varlen"):
+            raise ConfigError(
+                f"--batch-invariant works with --tp 1 and --attention auto or sdpa, not with --tp {self.tp} and "
+                f"--attention {self.attention}"
+            )
         if self.preemption == "store" and not self.store:
-            raise ConfigError("--preemption store keeps blocks in the store, which --no-store leaves out")
+            raise ConfigError("--preemption store needs the store: drop --no-store, or use --preemption recompute")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
-        if self.threads < 0:
-            raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
+            raise ConfigError(f"--device is {self.device!r}; use auto, cpu, cuda or cuda:N")
 
-    def _require_torch(self) -> None:
+    def _require_no_model(self, is_speculative: bool) -> None:
         """Raise ConfigError for options that only a real model supports."""
-        if self.kv_dtype != "auto" and self.engine != "torch":
-            raise ConfigError("--kv-dtype takes --engine torch: --debug mock_kv_token_bytes sizes the mock engine's KV")
-        if self.lora and self.engine != "torch":
-            raise ConfigError("--lora takes --engine torch: the mock engine has no weights to merge it into")
-        if NgramProposer.of(self.speculative) is not None and self.engine != "torch":
-            raise ConfigError("--speculative takes --engine torch: the mock engine's tokens cannot be guessed")
-        if self.profile and self.engine != "torch":
-            raise ConfigError("--debug profile=FILE traces the torch engine; the mock engine computes nothing")
+        needs_model = {
+            "--kv-dtype": self.kv_dtype != "auto",
+            "--lora": bool(self.lora),
+            "--speculative": is_speculative,
+            "--tp": self.tp > 1,
+            "--batch-invariant": self.batch_invariant,
+            "--debug profile": bool(self.profile),
+        }
+        for name, is_set in needs_model.items():
+            if is_set:
+                raise ConfigError(f"{name} works with --engine torch only; --engine {self.engine} computes no model")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tanghulu.discovery.entering import enter, meet
+from tanghulu.discovery.entering import meet
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import command, option
@@ -19,8 +17,6 @@ from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from tanghulu.discovery.base import Discovery, Instance
-    from tanghulu.workers.assembly import WorkerServer
     from tanghulu.workers.loading.loaded_model import LoadedModel
 
 
@@ -30,10 +26,15 @@ async def serve(process: Process, config: WorkerConfig) -> None:
         await process.unless_stopping(meet(discovery))
         process.progress("importing torch", 0.0)
         loaded = await asyncio.to_thread(_load, process, config)
-        async with _serving(process, config, loaded, discovery) as (worker, registered):
+        from tanghulu.workers.assembly import WorkerServer
+
+        async with (
+            WorkerServer(process, config, loaded) as worker,
+            worker.registered(discovery, {"host_id": host_id()}) as registered,
+        ):
             await process.stopping.wait()
             await registered.aclose()  # conductors send nothing new from here on, and keep their sessions
-            await worker.drain(config.grace_s)
+            await worker.drain()
 
 
 def _load(process: Process, config: WorkerConfig) -> LoadedModel:
@@ -48,38 +49,6 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
         raise ConfigError(f"a worker needs the package {error.name}: {install_command('worker')}") from error
 
     return load(config, lambda fraction: process.progress("loading the model", fraction))
-
-
-@contextlib.asynccontextmanager
-async def _serving(
-    process: Process, config: WorkerConfig, loaded: LoadedModel, discovery: Discovery
-) -> AsyncIterator[tuple[WorkerServer, contextlib.AsyncExitStack]]:
-    """Start a worker and register it; closing the second value ends the registration alone."""
-    from tanghulu.workers.assembly import WorkerServer
-
-    async with contextlib.AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(WorkerServer(process, config, loaded))
-        registration = await process.unless_stopping(enter(discovery, _instance(process, config, worker)))
-        registered = await stack.enter_async_context(contextlib.AsyncExitStack())
-        registered.push_async_callback(registration.close)
-        process.ready(worker.instance_id, worker.address)
-        yield worker, registered
-
-
-def _instance(process: Process, config: WorkerConfig, worker: WorkerServer) -> Instance:
-    from tanghulu.discovery.base import Instance
-
-    return Instance(
-        id=worker.instance_id,
-        role=process.role,
-        address=worker.address,
-        namespace=config.namespace,
-        metrics_address=process.metrics_address,
-        place=config.place,
-        generation=process.generation,
-        unix_path=worker.unix_path,
-        attributes={"model": worker.model_name, "host_id": host_id()},
-    )
 
 
 PREFILL = command("prefill", WorkerConfig, lambda c: run(Role.PREFILL, c, serve), "Run a prefill worker.")

@@ -113,15 +113,17 @@ class Tanghulu:
         import torch
 
         torch.set_num_threads(threads)
-        from tanghulu.workers.compute.models.registry import load_model, pick_dtype
-        from tanghulu.workers.compute.torch_runner import TorchRunner
-        from tanghulu.workers.compute.wrapped_runners import ThreadedRunner
-        from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+        from tanghulu.workers.compute.models.model import dtype_name, load_model, pick_dtype
+        from tanghulu.workers.compute.runners import ThreadedRunner, TorchRunner
+        from tanghulu.workers.engine.engine import EngineCore
+        from tanghulu.workers.engine.kv_layout import KvLayout
+        from tanghulu.workers.engine.scheduler import EngineCoreConfig
         from tanghulu.workers.weights import resolve_model
 
         loaded = load_model(resolve_model(model), pick_dtype(dtype))
         budget = int(os.environ.get("MAX_NUM_BATCHED_TOKENS", "512"))
-        runner = TorchRunner(loaded, block_tokens=64, kv_capacity_bytes=512 << 20)
+        layout = KvLayout.of(loaded.config, 64, dtype_name(loaded.dtype))
+        runner = TorchRunner(loaded, layout, layout.num_blocks_in(512 << 20))
         self._core = EngineCore(ThreadedRunner(runner, threads), EngineCoreConfig(max_num_batched_tokens=budget))
         self._number = 0
 

@@ -38,11 +38,13 @@ from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
 from tanghulu.workers.compute.device import describe_device, pick_device, wait_for
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.compute.models.model import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.runners import DeviceRunner
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -183,7 +185,8 @@ class Bench:
 
     def runner(self, num_tokens: int, num_seqs: int = 1, graphs: bool = True) -> DeviceRunner:
         num_blocks = num_seqs * (-(-num_tokens // self.block_tokens) + 1)
-        return DeviceRunner(self.model, block_tokens=self.block_tokens, num_blocks=num_blocks, graphs=graphs)
+        layout = KvLayout.of(self.model.config, self.block_tokens, dtype_name(self.model.dtype))
+        return DeviceRunner(self.model, layout, num_blocks, graphs=graphs)
 
     def engine(self, runner: DeviceRunner, budget: int, num_seqs: int = 1, **hooks: Any) -> EngineCore:
         sizes = {"max_num_batched_tokens": max(budget, num_seqs), "max_num_seqs": num_seqs}
@@ -275,9 +278,10 @@ class Bench:
         store = DictStore()
         metrics = WorkerMetrics(CollectorRegistry(), runner.layout, runner.cache.num_blocks)
         bounds = ConnectorConfig(max_pending_bytes=runner.cache.capacity_bytes)
-        connector = KvConnector(store, NoPeers(), metrics, SpeedMeter(budget), bounds)
-        served = Served(self.engine(runner, budget, fetcher=connector, sink=connector), connector)
-        connector.attach(served.core, self._port(runner, ring_bytes), served.thread.post, served.thread.post_lazily)
+        port = self._port(runner, ring_bytes)
+        connector = KvConnector(store, NoPeers(), metrics, SpeedMeter(budget), runner.layout, port, bounds)
+        served = Served(self.engine(runner, budget, transfers=connector), connector)
+        connector.attach(served.thread)
         ttfts: dict[str, list[float]] = {"cold": [], "90 % in the store": [], "90 % in the cache": []}
         with served.running():
             for number in range(rounds + 1):
@@ -341,7 +345,7 @@ class Served:
         return taken, output.cached_tokens
 
     def flush(self) -> None:
-        self.thread.post(lambda core: (core.drop_cached(), None)[1])
+        self.thread.post(lambda core: (core.pool.drop_cached(), None)[1])
 
     def _wait(self, wanted: Callable[[StepReport], Any]) -> Any:
         with self._changed:

@@ -20,7 +20,7 @@ from tanghulu.workers.compute.forward_batch import SequenceChunk
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.lanes import LanedForward
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import dtype_name, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
 

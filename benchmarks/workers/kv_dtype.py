@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from tanghulu.workers.compute.forward_batch import SequenceChunk
 from tanghulu.workers.compute.kv_cache import KvCache, to_rows
 from tanghulu.workers.compute.lanes import LanedForward
-from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import Model, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets

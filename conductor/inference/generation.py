@@ -297,7 +297,7 @@ def _rows(prompt: Sequence[int], part: PromptLogprobs, chosen: slice) -> Iterato
         part.ranks[chosen].tolist(),
         part.top_ids[chosen].tolist(),
         part.top_logprobs[chosen].tolist(),
-        part.asked_logprobs[chosen].tolist(),
+        part.named_logprobs[chosen].tolist(),
         strict=True,
     )
     for position, (logprob, rank, ids, values, requested) in enumerate(rows, part.position + chosen.start):

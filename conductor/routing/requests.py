@@ -71,7 +71,7 @@ class PromptLogprobs(Struct, frozen=True, eq=False):
     ranks: npt.NDArray[np.uint32]
     top_ids: npt.NDArray[np.uint32]
     top_logprobs: npt.NDArray[np.float32]
-    asked_logprobs: npt.NDArray[np.float32]
+    named_logprobs: npt.NDArray[np.float32]
 
     @property
     def end(self) -> int:
@@ -88,5 +88,5 @@ class PromptLogprobs(Struct, frozen=True, eq=False):
             np.frombuffer(scores.ranks, "<u4"),
             np.frombuffer(scores.top_ids, "<u4").reshape(len(logprobs), -1),
             np.frombuffer(scores.top_logprobs, "<f4").reshape(len(logprobs), -1),
-            np.frombuffer(scores.asked_logprobs, "<f4").reshape(len(logprobs), -1),
+            np.frombuffer(scores.named_logprobs, "<f4").reshape(len(logprobs), -1),
         )

@@ -12,7 +12,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from tanghulu.errors import (
     ChunkNotFound,
@@ -24,6 +24,7 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.store.client.client import Client
 
 _log = logging.getLogger(__name__)
 
@@ -41,26 +42,6 @@ KEYS_PER_CALL: Final = 256
 _ANSWERS = (ChunkNotFound, StoreFull, InvalidRequest)
 #: Errors of one key that every other key would meet, too, after the same wait.
 _STORE_AWAY = (MasterUnavailable, DirectoryIncomplete, DeadlineExceeded)
-
-
-class BlockClient(Protocol):
-    """The methods of ``KvClient`` used here."""
-
-    def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]: ...
-
-    def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int: ...
-
-    def get_many_into(
-        self, keys: Sequence[str], buffers: Sequence[Any], *, deadline_s: float | None = None
-    ) -> Sequence[int | TanghuluError]: ...
-
-    def put_many(self, items: Any, *, deadline_s: float | None = None, **options: Any) -> Sequence[Any]: ...
-
-    def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> Sequence[Any]: ...
-
-    def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class Breaker:
@@ -125,7 +106,7 @@ class BlockStore:
 
     def __init__(
         self,
-        client: BlockClient,
+        client: Client,
         load_deadline_s: float = LOAD_DEADLINE_S,
         save_deadline_s: float = SAVE_DEADLINE_S,
         clock: Clock | None = None,
@@ -238,7 +219,7 @@ class BlockStore:
         if reason is None:
             breaker.succeeded()
         elif breaker.failed():
-            _log.warning("tanghulu: the store does not answer (%s); the store is left alone for a moment", reason)
+            _log.warning("tanghulu: the store does not answer (%s) and is not called for a moment", reason)
         return outcomes
 
     def _count(self, **amounts: int) -> None:
@@ -247,7 +228,7 @@ class BlockStore:
 
 
 def _not_tried(keys: Sequence[Any]) -> list[TanghuluError | None]:
-    error = ChunkNotFound("the store was not asked: it did not answer a moment ago, or there is no time left")
+    error = ChunkNotFound("the store was not called: it did not answer a moment ago, or the deadline has passed")
     return [error] * len(keys)
 
 

@@ -27,17 +27,17 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tanghulu.workers.engine.probe import EngineProbe
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
-from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.kv.connector import KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.sessions.beats import EngineBeats
-from tanghulu.workers.sessions.calls import WorkerCalls
+from tanghulu.workers.sessions.health import EngineBeats, EngineProbe
+from tanghulu.workers.sessions.port import WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
@@ -89,7 +89,8 @@ class SimWorker(Process):
         reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
         store = self._world.store.seen_by(self.host) if plan.has_store else None
         self.reader = reader
-        self.connector = KvConnector(store, reader, metrics, speed, ConnectorConfig())
+        blocks = HostBlocks(runner.cache)
+        self.connector = KvConnector(store, reader, metrics, speed, text.LAYOUT, blocks)
         config = EngineCoreConfig(
             block_tokens=text.BLOCK_TOKENS,
             max_num_batched_tokens=STEP_TOKENS,
@@ -98,24 +99,22 @@ class SimWorker(Process):
             moves_preempted=plan.moves_preempted,
             debug_checks=plan.checks,
         )
-        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
+        self.core = EngineCore(runner, config, self.connector)
         self.reports = EngineReports(self._spread)
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
-        blocks = HostBlocks(runner.cache)
-        self.connector.attach(self.core, blocks, self.thread.post, self.thread.post_lazily)
+        self.connector.attach(self.thread)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
-        identity = KvIdentity(self.id, self.generation, text.FINGERPRINT)
+        identity = KvIdentity(self.id, self.generation, text.FINGERPRINT, str(self.address))
         self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, self.thread)
         service = FastService()
         self.peers.serve(service, self)  # type: ignore[arg-type]
-        self.peers.address = str(self.address)
         factory = RequestFactory(text.FINGERPRINT, text.BLOCK_TOKENS, "xxh3_128", text.ASSETS.eos_ids)
         self.probe = EngineProbe(self.thread, factory.probe, clock)
         self.hub = SessionHub(
             self.id, self.generation, factory, self.thread, self.peers.add_exports, self.peers.release
         )
         self.hub.serve(service)
-        self.beats = EngineBeats(self.thread, self._is_alive)
+        self.beats = EngineBeats(self.thread.beat, self._is_alive)
         card = model_card(
             text.LAYOUT,
             text.ASSETS,
@@ -138,7 +137,7 @@ class SimWorker(Process):
         self.registration = await self.discovery.register(instance, REGISTER_TTL_S)
 
     async def _drop_cached(self) -> int:
-        return await self.thread.call(lambda core: core.drop_cached())
+        return await self.thread.call(lambda core: core.pool.drop_cached())
 
     # --- what PeerServer asks of a segment server
 
@@ -218,7 +217,7 @@ class SimWorker(Process):
             "exports": len(self.peers._exports),
             "prefixes": len(self.peers._prefixes),
             "leases": self.access.num_leases,
-            "pulls under way": len(self.connector._pulls),
+            "pulls under way": len(self.core.pulls),
             "blocks on their way to the store": self.connector._pending_blocks,
             "probes": len(self.probe._waiting),
             "requests of sessions": sum(len(session.requests) for session in hub._sessions),

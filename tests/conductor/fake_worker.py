@@ -347,7 +347,7 @@ class FakeWorker:
                 ranks=np.full(len(positions), 3, "<u4").tobytes(),
                 top_ids=np.broadcast_to(np.arange(num_top, dtype="<u4"), shape).tobytes(),
                 top_logprobs=np.broadcast_to(-np.arange(num_top, dtype="<f4") / 16, shape).tobytes(),
-                asked_logprobs=np.full((len(positions), asked), -7, "<f4").tobytes(),
+                named_logprobs=np.full((len(positions), asked), -7, "<f4").tobytes(),
             )
             self._tell(running.session, scores=[part])
 

@@ -28,10 +28,9 @@ from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
 from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
 from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import FetchWanted, Sampled, StepPlan
 from tanghulu.workers.mock.runner import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
 
@@ -123,7 +122,7 @@ class VirtualWorker:
         step_tokens: int = STEP_TOKENS,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(SchedulerConfig(BLOCK_TOKENS, 131_072, step_tokens, 32, can_fetch=True), self.pool)
+        self.scheduler = Scheduler(EngineCoreConfig(BLOCK_TOKENS, step_tokens, 32), self.pool, 131_072, can_fetch=True)
         self.num_hand_overs = self.num_pulled = 0
         self._numbers = itertools.count(10**9)
         self._cluster, self._time = cluster, cluster.time
@@ -191,7 +190,6 @@ class VirtualWorker:
     # --- steps
 
     def _begin_step(self) -> None:
-        self.scheduler.pulls.take_ending()
         if self._busy or not self.scheduler.has_work:
             return
         plan = self.scheduler.schedule()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.weights import ModelSource, resolve_model
 from tests.workers.tiny import TinyModel, write_tiny
 

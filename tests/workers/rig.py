@@ -14,10 +14,11 @@ from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
 from tanghulu.types import BlockHash, Fingerprint
-from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
+from tanghulu.workers.compute.models.model import Model, kv_dtype_name
+from tanghulu.workers.compute.runners import TorchRunner
+from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
@@ -25,7 +26,7 @@ from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.ports import BlockPort, HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
-from tests.workers.tiny import BLOCK, VOCAB, request
+from tests.workers.tiny import BLOCK, VOCAB, request, runner_of
 
 PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
 
@@ -100,17 +101,18 @@ class Rig:
         layout = KvLayout.of(model.config, BLOCK, kv_dtype_name(kv_dtype, model.dtype))
         self.metrics = WorkerMetrics(self.registry, layout, num_blocks)
         adapter = None if store is None else StoreAdapter(BlockStore(store), Fingerprint(bytes(16)), layout.layer_bytes)  # type: ignore[arg-type]
-        self.connector = KvConnector(adapter, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         if runner is None:
             capacity = num_blocks * layout.block_bytes
-            in_place = TorchRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
+            in_place = runner_of(TorchRunner, model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
             runner, port = in_place, HostBlocks(in_place.cache)
         assert port is not None
+        limits = ConnectorConfig(**bounds)  # type: ignore[arg-type]
+        self.connector = KvConnector(adapter, peers or NoPeers(), self.metrics, SpeedMeter(), layout, port, limits)
         config = EngineCoreConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
-        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
+        self.core = EngineCore(runner, config, self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
-        self.connector.attach(self.core, port, self.thread.post, self.thread.post_lazily)
+        self.connector.attach(self.thread)
         self.thread.start()
 
     def _report(self, report: StepReport) -> None:
@@ -154,7 +156,7 @@ class Rig:
 
     def drop(self) -> None:
         done = threading.Event()
-        self.thread.post(lambda core: (core.drop_cached(), done.set())[1])
+        self.thread.post(lambda core: (core.pool.drop_cached(), done.set())[1])
         assert done.wait(30)
 
     def close(self) -> None:

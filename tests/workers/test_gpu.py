@@ -14,21 +14,33 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier, pin
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
 from tanghulu.workers.compute.attention.varlen import operator_arguments
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
-from tanghulu.workers.compute.models.registry import Model, load_model
-from tanghulu.workers.compute.models.shard import Shard
+from tanghulu.workers.compute.linear import Arithmetic
+from tanghulu.workers.compute.models.model import Model, load_model
+from tanghulu.workers.compute.models.shard import Shard, join, leave
+from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.compute.sampling import SamplingRow
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
-from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
 from tests.workers.rig import PROMPT, DictStore, Rig
-from tests.workers.tiny import BLOCK, VOCAB, WIDE, TinyModel, engine, request, run_all, write_served, write_tiny
+from tests.workers.tiny import (
+    BLOCK,
+    VOCAB,
+    WIDE,
+    TinyModel,
+    engine,
+    request,
+    run_all,
+    runner_of,
+    write_served,
+    write_tiny,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +62,7 @@ def load(tiny: TinyModel, dtype: torch.dtype, attention: str, block_tokens: int)
 
 
 def device_engine(model: Model, block_tokens: int = BLOCK, graphs: bool = True, num_blocks: int = 64) -> EngineCore:
-    runner = DeviceRunner(model, block_tokens=block_tokens, num_blocks=num_blocks, graphs=graphs)
+    runner = runner_of(DeviceRunner, model, block_tokens=block_tokens, num_blocks=num_blocks, graphs=graphs)
     config = EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=64, max_num_seqs=8, debug_checks=True)
     return EngineCore(runner, config)
 
@@ -169,7 +181,7 @@ class TestStaging:
     def test_a_prefix_comes_from_the_store(self, tiny: TinyModel, tiny_model: Model):
         """Written by an engine on the CPU, read by one on the GPU, and the other way round."""
         store, model = DictStore(), load(tiny, torch.float32, "auto", BLOCK)
-        runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
+        runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, num_blocks=64)
         parts = DeviceBlocks([runner.cache.memory])
         rings = [StagingRing(GPU, 6 * parts.block_bytes, make_copier(GPU, settled=True)) for _ in range(4)]
         on_gpu = Rig(model, store, runner=runner, port=StagedPort(parts, rings))
@@ -192,13 +204,22 @@ def two_ranks(wide: TinyModel) -> Iterator[tuple[EngineCore, DeviceBlocks]]:
     if torch.cuda.device_count() < 2:
         pytest.skip("hardware: one GPU, tensor parallelism needs two")
     source = resolve_model(str(wide.path))
-    ranks = RankProcesses(RankTask(str(wide.path), "float32", BLOCK, 2, 1, "cuda:0", "auto"))
+    ranks = RankProcesses(
+        RankTask(
+            str(wide.path),
+            KvLayout.of(source.config, BLOCK, "float32", 2),
+            torch.float32,
+            Arithmetic.of(torch.float32, GPU),
+            1,
+            GPU,
+        )
+    )
     try:
         model = load_model(source, torch.float32, shard=Shard(0, 2), device=GPU)
         ranks.wait_loaded()
         torch.cuda.set_device(GPU)
         join(0, 2, ranks.meeting_file, GPU)
-        runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64, num_parts=2, announce=ranks.send)
+        runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, num_blocks=64, num_parts=2, announce=ranks.send)
         blocks = DeviceBlocks([runner.cache.memory, *ranks.open_caches(64)])
         yield (
             EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)),

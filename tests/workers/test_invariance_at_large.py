@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model
+from tanghulu.workers.compute.models.model import Model, dtype_name, load_model
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 from tests.workers.test_smollm2 import TEXTS

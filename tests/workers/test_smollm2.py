@@ -16,16 +16,17 @@ from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import dtype_name, load_model
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.compute.models.model import dtype_name, load_model
+from tanghulu.workers.compute.runners import TorchRunner
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
 from tests.workers.cpus import CPUS
-from tests.workers.tiny import request, run_all
+from tests.workers.tiny import request, run_all, runner_of
 from tests.workers.ways import WAYS, Served
 
 pytestmark = pytest.mark.needs_model
@@ -85,7 +86,7 @@ def tokenizer(assets: TokenizerAssets) -> Tokenizer:
 @pytest.fixture(scope="module")
 def core(smollm2: ModelSource) -> EngineCore:
     model = load_model(smollm2, torch.float32)
-    runner = TorchRunner(model, block_tokens=64, kv_capacity_bytes=256 << 20)
+    runner = runner_of(TorchRunner, model, block_tokens=64, kv_capacity_bytes=256 << 20)
     return EngineCore(runner, EngineCoreConfig(max_num_batched_tokens=64, debug_checks=True))
 
 
@@ -175,7 +176,7 @@ def test_greedy_text_equals_transformers(core: EngineCore, tokenizer: Tokenizer,
     for index, prompt in enumerate(prompts):
         core.add(request(f"r{index}", prompt, 24, block_tokens=64))
     assert run_all(core) == expected
-    core.drop_cached()
+    core.pool.drop_cached()
     core.add(request("r3", prompts[3], 24, block_tokens=64))
     assert run_all(core)["r3"] == expected["r3"]
 

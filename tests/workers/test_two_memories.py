@@ -14,9 +14,8 @@ from tanghulu.runtime.process import Process
 from tanghulu.types import Fingerprint, Role
 from tanghulu.workers.assembly import WorkerServer
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.device_runner import DeviceRunner
-from tanghulu.workers.compute.models.registry import Model
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.models.model import Model
+from tanghulu.workers.compute.runners import DeviceRunner, TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -26,7 +25,7 @@ from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.loading import byte_level
 from tests.workers.peers import prefix_at
 from tests.workers.rig import PROMPT
-from tests.workers.tiny import BLOCK, request
+from tests.workers.tiny import BLOCK, request, runner_of
 
 NUM_BLOCKS = 32
 NAME = Fingerprint(b"0123456789abcdef")
@@ -68,9 +67,9 @@ async def serving(model: Model, run_dir: Path, on_device: bool, kv_dtype: str) -
 
     def make_runner(buffer: memoryview) -> ModelRunner:
         if staging is not None:
-            return DeviceRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=NUM_BLOCKS)
-        return TorchRunner(
-            model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=buffer.nbytes, cache_buffer=buffer
+            return runner_of(DeviceRunner, model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=NUM_BLOCKS)
+        return runner_of(
+            TorchRunner, model, block_tokens=BLOCK, kv_dtype=kv_dtype, kv_capacity_bytes=buffer.nbytes, buffer=buffer
         )
 
     config = WorkerConfig(port=0, kv_memory=NUM_BLOCKS * layout.block_bytes, block_tokens=BLOCK, store=False)

@@ -15,11 +15,13 @@ from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.session.outputs import Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Fingerprint, RequestId
-from tanghulu.workers.compute.models.registry import Model, load_model
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.compute.models.model import Model, kv_dtype_name, load_model
+from tanghulu.workers.compute.runners import TorchRunner
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.engine.step import Sampled
 from tanghulu.workers.mock.loading import byte_level
 from tanghulu.workers.weights import resolve_model
 
@@ -153,14 +155,32 @@ def sampled(tokens: Sequence[int]) -> Sampled:
     return Sampled(list(tokens), [None] * len(tokens))
 
 
+def runner_of(
+    kind: Any,
+    model: Model,
+    *,
+    block_tokens: int,
+    kv_dtype: str = "auto",
+    num_blocks: int = 0,
+    kv_capacity_bytes: int = 0,
+    num_parts: int = 1,
+    **more: Any,
+) -> Any:
+    """A runner of ``kind`` with a cache of so many blocks or bytes."""
+    layout = KvLayout.of(model.config, block_tokens, kv_dtype_name(kv_dtype, model.dtype), num_parts)
+    return kind(model, layout, num_blocks or layout.num_blocks_in(kv_capacity_bytes), **more)
+
+
 def engine(model: Model, num_blocks: int = 64, **more: Any) -> EngineCore:
     """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineCoreConfig."""
-    hooks = {key: more.pop(key) for key in ("fetcher", "sink") if key in more}
+    transfers = more.pop("transfers", None)
     config = {"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug_checks": True} | more
     capacity = num_blocks * model.config.kv_token_elements * 4 * config["block_tokens"]
-    buffer = config.pop("cache_buffer", None)
-    runner = TorchRunner(model, block_tokens=config["block_tokens"], kv_capacity_bytes=capacity, cache_buffer=buffer)
-    return EngineCore(runner, EngineCoreConfig(**config), **hooks)
+    buffer = config.pop("buffer", None)
+    runner = runner_of(
+        TorchRunner, model, block_tokens=config["block_tokens"], kv_capacity_bytes=capacity, buffer=buffer
+    )
+    return EngineCore(runner, EngineCoreConfig(**config), transfers)
 
 
 def run_all(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:

@@ -11,20 +11,20 @@ from typing import cast
 
 import torch
 
-from tanghulu.session.outputs import KvSource, TokenLogprobs
+from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.models.registry import Model, kv_dtype_name
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, KvFetcher, ModelRunner
+from tanghulu.workers.compute.models.model import Model, kv_dtype_name
+from tanghulu.workers.compute.runners import TorchRunner
+from tanghulu.workers.engine.engine import EngineCore, KvTransfers, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_plan import FetchWanted
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.engine.step import FetchWanted, StepResult
 from tests.workers.peers import export_at
-from tests.workers.tiny import request
+from tests.workers.tiny import request, runner_of
 
 #: Tokens and log probabilities of an answer.
 Answer = tuple[list[int], list[TokenLogprobs | None]]
@@ -34,7 +34,7 @@ MakeRunner = Callable[[Model, int, int], ModelRunner]
 def cpu_runner(model: Model, block_tokens: int, num_blocks: int, kv_dtype: str = "auto") -> ModelRunner:
     layout = KvLayout.of(model.config, block_tokens, kv_dtype_name(kv_dtype, model.dtype))
     capacity = num_blocks * layout.block_bytes
-    return TorchRunner(model, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
+    return runner_of(TorchRunner, model, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=capacity)
 
 
 class Served:
@@ -58,11 +58,11 @@ class Served:
         #: Blocks of the longest request.
         self.most_blocks = -(-longest // block_tokens)
 
-    def engine(self, num_blocks: int, fetcher: KvFetcher | None = None, **config: int) -> EngineCore:
+    def engine(self, num_blocks: int, transfers: KvTransfers | None = None, **config: int) -> EngineCore:
         runner = self._make_runner(self._model, self.block_tokens, num_blocks)
         bounds = {"max_num_batched_tokens": 512} | config
         made = EngineCoreConfig(block_tokens=self.block_tokens, proposer=self._proposer, debug_checks=True, **bounds)
-        core = EngineCore(runner, made, fetcher=fetcher)
+        core = EngineCore(runner, made, transfers)
         kv_of(core).view(torch.uint8).fill_(0xFF)  # NaN: of last owners a block may have anything
         return core
 
@@ -94,8 +94,10 @@ class Served:
         return in_order(found)
 
 
-class Outside:
-    """A `KvFetcher` from the engine that holds the export of a hand-off, its partial last block included."""
+class Outside(KvTransfers):
+    """Transfers from the engine that holds the export of a hand-off, its partial last block included."""
+
+    can_fetch = True
 
     def __init__(self, holder: EngineCore) -> None:
         self._holder = holder
@@ -105,12 +107,8 @@ class Outside:
     def fetch(self, wanted: FetchWanted) -> None:
         self._wanted.append(wanted)
 
-    def decline(self, peer: KvSource) -> None: ...
-
     def pull(self, wanted: FetchWanted) -> None:
         raise AssertionError("nothing is pulled ahead")
-
-    def end_pull(self, name: RequestId) -> None: ...
 
     def arrive(self, core: EngineCore) -> None:
         """Copy all that was asked for."""

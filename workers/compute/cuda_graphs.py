@@ -20,7 +20,7 @@ import torch
 from tanghulu.workers.compute.device import staged_for
 from tanghulu.workers.compute.forward_batch import DecodeShape, decode_batch, pack_decodes
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 
 #: Most recorded shapes: 8 sizes (1 to 128 sequences) of 8 widths.
 MAX_GRAPHS = 64

@@ -72,10 +72,10 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"--device {name!r} is unknown; choose auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         built = "built without CUDA" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
-        raise ConfigError(f"--device {name}: torch {torch.__version__}, {built}, sees no GPU here; take --device cpu")
+        raise ConfigError(f"--device {name}: torch {torch.__version__}, {built}, sees no GPU here; use --device cpu")
     index, count = int(named[1] or 0), torch.cuda.device_count()
     if index >= count:
-        raise ConfigError(f"--device {name}: there are {count} GPUs, cuda:0 to cuda:{count - 1}")
+        raise ConfigError(f"--device {name}: this host has {count} GPUs, cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
 
 
@@ -85,7 +85,7 @@ def device_of_rank(first: torch.device, rank: int) -> torch.device:
         return first
     index, count = first.index + rank, torch.cuda.device_count()
     if index >= count:
-        raise ConfigError(f"tensor-parallel rank {rank} needs cuda:{index}; there are {count} GPUs; lower --tp")
+        raise ConfigError(f"tensor-parallel rank {rank} needs cuda:{index}; this host has {count} GPUs; lower --tp")
     return torch.device("cuda", index)
 
 

@@ -10,7 +10,7 @@ suffice (a flat distribution with a large top-p); those are drawn again over the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +19,10 @@ import torch
 
 from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.workers.compute.device import upload
-from tanghulu.workers.compute.sampling import (
-    SamplingRow,
-    costs_of_output,
-    draw_one,
-    forbidden_by_grammar,
-    touches,
-    unit_uniform,
-)
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.compute.sampling import SamplingRow, adjusted, draw_one, unit_uniform
+from tanghulu.workers.engine.step import Sampled
 
 _CANDIDATES = 1024
-_LOWEST = float("-inf")
 
 
 class _Columns(NamedTuple):
@@ -47,15 +39,15 @@ class _Columns(NamedTuple):
 def sample_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Draw one token per row. ``logits`` float32 [rows, vocab] on any device; not changed."""
     assert len(logits) == len(rows)
-    adjusted = _adjusted(logits, rows)
-    tokens, suffices = adjusted.argmax(dim=-1), None
+    changed = adjusted(logits, rows)
+    tokens, suffices = changed.argmax(dim=-1), None
     if any(row.params.temperature > 0 for row in rows):
         columns = _columns(rows, logits.device)
-        drawn, suffices = _drawn(adjusted, rows, columns)
+        drawn, suffices = _drawn(changed, rows, columns)
         tokens = torch.where(columns.temperature[:, 0] > 0, drawn, tokens)
     copied = _pack(logits, rows, tokens, suffices).cpu().numpy()  # the step's one wait for the device
     if suffices is not None and not copied[:, 1].all():
-        tokens = _redrawn(adjusted, rows, tokens, copied[:, 1])
+        tokens = _redrawn(changed, rows, tokens, copied[:, 1])
         copied = _pack(logits, rows, tokens, None).cpu().numpy()
     return _unpack(copied, rows)
 
@@ -67,61 +59,6 @@ def _columns(rows: Sequence[SamplingRow], device: torch.device) -> _Columns:
         for p in (row.params,)
     ]
     return _Columns(*upload(np.asarray(values, dtype=np.float64), device).T.unsqueeze(-1))
-
-
-def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Apply penalties, bias and bans to the logits; returns the tensor itself if no row has any."""
-    if not any(map(touches, rows)):
-        return logits
-    adjusted, device = logits.clone(), logits.device
-    scaled, added, biased, banned = (_Entries() for _ in range(4))
-    forbidden: dict[int, npt.NDArray[np.bool_]] = {}
-    for index, row in enumerate(rows):
-        _collect(index, row, scaled, added, biased)
-        if (mask := forbidden_by_grammar(row)) is not None:
-            forbidden[index] = mask
-        else:
-            banned.add(index, dict.fromkeys(row.banned, _LOWEST))
-    if scaled.values:
-        where, factors = scaled.on(device)
-        values = adjusted[where]
-        adjusted.index_put_(where, torch.where(values > 0, values / factors, values * factors))
-    for entries in (added, biased, banned):
-        if entries.values:
-            where, values = entries.on(device)
-            adjusted.index_put_(where, adjusted[where] + values)
-    if forbidden:
-        indices = upload(np.asarray(list(forbidden)), device)
-        masks = upload(np.stack(list(forbidden.values())), device)
-        adjusted[indices] = adjusted[indices].masked_fill(masks, _LOWEST)
-    return adjusted
-
-
-def _collect(index: int, row: SamplingRow, scaled: _Entries, added: _Entries, biased: _Entries) -> None:
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        scaled.add(index, dict.fromkeys(np.unique(row.tokens).tolist(), params.repetition_penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        ids, costs = costs_of_output(row)
-        added.add(index, dict(zip(ids.tolist(), (-costs).tolist(), strict=True)))
-    biased.add(index, params.logit_bias)
-
-
-class _Entries:
-    """Unique places in the logits, and a value for each."""
-
-    def __init__(self) -> None:
-        self._places: list[tuple[int, int]] = []
-        self.values: list[float] = []
-
-    def add(self, row: int, values: Mapping[int, float]) -> None:
-        self._places += ((row, token) for token in values)
-        self.values += values.values()
-
-    def on(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return the places as (rows, tokens), and the values, as tensors on ``device``."""
-        places = upload(np.asarray(self._places, dtype=np.int64).T.copy(), device)
-        return (places[0], places[1]), upload(np.asarray(self.values, dtype=np.float32), device)
 
 
 def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,12 +149,12 @@ def _pack(
         columns.append(values.gather(1, tokens[:, None]))
         best = values.topk(min(max(wanted), logits.shape[1]), dim=-1)
         columns += [best.indices, best.values]
-        if (asked := _asked_ids(rows)).size:
-            columns.append(values.gather(1, upload(asked, logits.device)))
+        if (named := _named_ids(rows)).size:
+            columns.append(values.gather(1, upload(named, logits.device)))
     return torch.cat([column.double() for column in columns], dim=1)
 
 
-def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+def _named_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
     """Return the ids whose log probabilities the rows request, int64 [R, A], filled with zeros."""
     ids = np.zeros((len(rows), max(len(row.params.logprob_token_ids) for row in rows)), dtype=np.int64)
     for line, row in zip(ids, rows, strict=True):
@@ -227,17 +164,17 @@ def _asked_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
 
 def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sampled:
     tokens = [int(token) for token in copied[:, 0]]
-    num_asked = max(
+    num_named = max(
         (len(row.params.logprob_token_ids) for row in rows if row.params.num_logprobs is not None), default=0
     )
-    num_top = (copied.shape[1] - 3 - num_asked) // 2
+    num_top = (copied.shape[1] - 3 - num_named) // 2
     logprobs: list[TokenLogprobs | None] = []
     for row, token, line in zip(rows, tokens, copied, strict=True):
         if row.params.num_logprobs is None:
             logprobs.append(None)
             continue
-        count, asked = min(row.params.num_logprobs, num_top), row.params.logprob_token_ids
+        count, named = min(row.params.num_logprobs, num_top), row.params.logprob_token_ids
         top = line[3 : 3 + count].astype(int).tolist()
-        values = [*line[2:3], *line[3 + num_top :][:count], *line[3 + 2 * num_top :][: len(asked)]]
-        logprobs.append(TokenLogprobs((token, *top, *asked), tuple(map(float, values))))
+        values = [*line[2:3], *line[3 + num_top :][:count], *line[3 + 2 * num_top :][: len(named)]]
+        logprobs.append(TokenLogprobs((token, *top, *named), tuple(map(float, values))))
     return Sampled(tokens, logprobs)

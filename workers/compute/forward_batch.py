@@ -39,7 +39,7 @@ import torch
 
 from tanghulu.workers.compute.device import CPU, upload
 from tanghulu.workers.compute.prompt_scoring import ScoredRows
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 
 
 class LaneGate:

@@ -15,32 +15,31 @@ hidden. Worked example, a head of four values:
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from tanghulu.workers.engine.kv_layout import SCALE_BYTES, KvBlocks, KvLayout, KvMemory
 
 
-class KvTensors(Protocol):
+class KvTensors:
     """The tensors that attention reads and writes.
 
     ``blocks`` [num_blocks, *layout.part_shape], one part of each, and ``rows`` [-1, kv_heads, head_items], all parts,
-    of the same memory: elements as `to_rows` makes and `from_rows` reads them.
+    of the same memory: elements as `to_rows` makes and `from_rows` reads them. ``row_stride`` rows lie between one
+    block and the next; the part's begin at ``first_row`` of the block's.
     """
 
     layout: KvLayout
     blocks: torch.Tensor
     rows: torch.Tensor
-
-    def row_stride(self) -> int:
-        """Return the rows of ``rows`` from one block to the next."""
+    row_stride: int
+    first_row = 0
 
     def row_of(self, layer: int, kv: int) -> int:
         """Return the first row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""
+        return self.first_row + (layer * 2 + kv) * self.layout.block_tokens
 
 
-class KvCache(KvMemory):
+class KvCache(KvMemory, KvTensors):
     """`KvTensors` in main memory; parts of tensor-parallel ranks lie side by side in a block."""
 
     def __init__(
@@ -49,17 +48,12 @@ class KvCache(KvMemory):
         super().__init__(layout, num_blocks, buffer)
         memory = torch.frombuffer(self._bytes, dtype=getattr(torch, layout.dtype))
         self.blocks = memory.view(num_blocks, layout.num_parts, *layout.part_shape)[:, part]
-        self._first_row = part * layout.num_layers * 2 * layout.block_tokens
         self.rows = memory.view(-1, layout.num_kv_heads, layout.head_items)
-
-    def row_stride(self) -> int:
-        return self.layout.num_parts * self.layout.num_layers * 2 * self.layout.block_tokens
-
-    def row_of(self, layer: int, kv: int) -> int:
-        return self._first_row + (layer * 2 + kv) * self.layout.block_tokens
+        part_rows = layout.num_layers * 2 * layout.block_tokens
+        self.row_stride, self.first_row = layout.num_parts * part_rows, part * part_rows
 
 
-class DeviceKvCache(KvBlocks):
+class DeviceKvCache(KvBlocks, KvTensors):
     """`KvTensors` of this process's own part, in memory of ``device``, zeroed.
 
     ``memory`` uint8 [num_blocks + 1, part_bytes] is the same memory as bytes. The block after the last, ``scratch``, is
@@ -73,12 +67,7 @@ class DeviceKvCache(KvBlocks):
         elements = self.memory.view(getattr(torch, layout.dtype))
         self.blocks = elements.view(num_blocks + 1, *layout.part_shape)
         self.rows = elements.view(-1, layout.num_kv_heads, layout.head_items)
-
-    def row_stride(self) -> int:
-        return self.layout.num_layers * 2 * self.layout.block_tokens
-
-    def row_of(self, layer: int, kv: int) -> int:
-        return (layer * 2 + kv) * self.layout.block_tokens
+        self.row_stride = layout.num_layers * 2 * layout.block_tokens
 
 
 _LEVELS = 127

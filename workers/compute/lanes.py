@@ -22,7 +22,7 @@ import torch
 
 from tanghulu.workers.compute.forward_batch import LaneGate, LaneTurn, SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.weights.model_config import ModelConfig
 
 #: Fewest rows of a lane; one with fewer reads the weights for too little.

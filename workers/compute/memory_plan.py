@@ -105,7 +105,7 @@ class MemoryPlan:
         """Raise ConfigError with the plan unless it `fits`."""
         if available is not None and not self.fits(available):
             raise ConfigError(
-                f"the worker needs {format_size(self.total_bytes)} ({self}) and {format_size(available)} is available; "
+                f"the worker needs {format_size(self.total_bytes)} ({self}); {format_size(available)} is available; "
                 "lower --kv-memory or --max-num-batched-tokens, or choose a smaller model or dtype"
             )
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tanghulu.workers.compute.device import upload
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 
 #: Most logits in memory at a time, 16 MiB; at least those of one row.
 MAX_LOGITS = 4 << 20
@@ -54,6 +54,6 @@ def _fill(scores: PromptScoreArrays, logits: torch.Tensor) -> None:
         best = logits.topk(scores.num_top, dim=-1)
         scores.top_ids[:] = best.indices.cpu().numpy()
         scores.top_logprobs[:] = values.gather(1, best.indices).cpu().numpy()
-    if scores.asked:
-        asked = upload(np.asarray(scores.asked, dtype=np.int64), device)
-        scores.asked_logprobs[:] = values[:, asked].cpu().numpy()
+    if scores.named:
+        named = upload(np.asarray(scores.named, dtype=np.int64), device)
+        scores.named_logprobs[:] = values[:, named].cpu().numpy()

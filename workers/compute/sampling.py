@@ -22,13 +22,15 @@ import xxhash
 
 from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.session.sampling import Sampling
+from tanghulu.workers.compute.device import upload
 from tanghulu.workers.engine.grammar import Grammar
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import Sampled
 
 #: Most likely tokens that top-p alone tries first; it sorts all only if they do not suffice.
 _NUCLEUS_FIRST = 512
 _UNIT = 2.0**-53
+_LOWEST = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,11 @@ def unit_uniform(seed: int, position: int) -> float:
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """Draw one token per row. ``logits`` float32 [rows, vocab]; not changed."""
     assert len(logits) == len(rows)
-    adjusted = _adjusted(logits, rows)
-    tokens: list[int] = adjusted.argmax(dim=-1).tolist()
+    changed = adjusted(logits, rows)
+    tokens: list[int] = changed.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
         if row.params.temperature > 0:
-            tokens[index] = draw_one(adjusted[index], row.params, unit_uniform(row.params.seed or 0, row.num_generated))
+            tokens[index] = draw_one(changed[index], row.params, unit_uniform(row.params.seed or 0, row.num_generated))
     logprobs = [
         None if row.params.num_logprobs is None else _logprobs(logits[index], tokens[index], row.params)
         for index, row in enumerate(rows)
@@ -91,29 +93,76 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     return Sampled(tokens, logprobs)
 
 
-def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Return the logits after penalties, bias and bans; the tensor itself if no row has any."""
-    if not any(map(touches, rows)):
+    if not any(map(_touches, rows)):
         return logits
-    logits = logits.clone()
+    changed, device = logits.clone(), logits.device
+    scaled, added, biased, banned = (_Entries() for _ in range(4))
+    forbidden: dict[int, npt.NDArray[np.bool_]] = {}
     for index, row in enumerate(rows):
-        if row.params.has_penalties:
-            _penalise(logits[index], row)
-        for token, bias in row.params.logit_bias.items():
-            logits[index, token] += bias
-        if (forbidden := forbidden_by_grammar(row)) is not None:
-            logits[index, torch.from_numpy(forbidden)] = float("-inf")
-        elif row.banned:
-            logits[index, sorted(row.banned)] = float("-inf")
-    return logits
+        _collect_penalties(index, row, scaled, added)
+        biased.add(index, list(row.params.logit_bias), list(row.params.logit_bias.values()))
+        if (mask := _forbidden_by_grammar(row)) is not None:
+            forbidden[index] = mask
+        else:
+            banned.add(index, list(row.banned), [_LOWEST] * len(row.banned))
+    if scaled:
+        where, factors = scaled.on(device)
+        values = changed[where]
+        changed.index_put_(where, torch.where(values > 0, values / factors, values * factors))
+    for entries in (added, biased, banned):
+        if entries:
+            where, values = entries.on(device)
+            changed.index_put_(where, changed[where] + values)
+    if forbidden:
+        indices = upload(np.asarray(list(forbidden)), device)
+        masks = upload(np.stack(list(forbidden.values())), device)
+        changed[indices] = changed[indices].masked_fill(masks, _LOWEST)
+    return changed
 
 
-def touches(row: SamplingRow) -> bool:
+def _collect_penalties(index: int, row: SamplingRow, scaled: _Entries, added: _Entries) -> None:
+    """Collect repetition (CTRL, over prompt and output), presence and frequency penalties (OpenAI's, over output)."""
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(row.tokens)
+        scaled.add(index, seen, np.full(len(seen), params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        ids, counts = np.unique(row.tokens[row.num_prompt :], return_counts=True)
+        added.add(index, ids, -(params.presence_penalty + params.frequency_penalty * counts))
+
+
+class _Entries:
+    """Unique places in the logits, and a value for each."""
+
+    def __init__(self) -> None:
+        self._rows: list[npt.NDArray[np.int64]] = []
+        self._tokens: list[npt.NDArray[np.int64]] = []
+        self._values: list[npt.NDArray[np.float32]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, tokens: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        ids = np.asarray(tokens, dtype=np.int64)
+        if len(ids):
+            self._rows.append(np.full(len(ids), row, dtype=np.int64))
+            self._tokens.append(ids)
+            self._values.append(np.asarray(values, dtype=np.float32))
+
+    def on(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return the places as (rows, tokens), and the values, as tensors on ``device``."""
+        places = upload(np.stack((np.concatenate(self._rows), np.concatenate(self._tokens))), device)
+        return (places[0], places[1]), upload(np.concatenate(self._values), device)
+
+
+def _touches(row: SamplingRow) -> bool:
     """Return whether the row's logits are changed before sampling."""
     return bool(row.params.has_penalties or row.params.logit_bias or row.banned or row.grammar is not None)
 
 
-def forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
+def _forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
     """Return a flag per token, for those barred by the grammar, or banned, unless nothing else may follow.
 
     None without a grammar, and for a text that left it (it was not made under it) and cannot be brought back.
@@ -125,26 +174,6 @@ def forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
     wanted[sorted(row.banned)] = False
     chosen = wanted if wanted.any() else allowed
     return ~chosen if chosen.any() else None
-
-
-def costs_of_output(row: SamplingRow) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the tokens of the output and the presence and frequency penalties (OpenAI's) of their logits."""
-    ids, counts = np.unique(row.tokens[row.num_prompt :], return_counts=True)
-    costs = row.params.presence_penalty + row.params.frequency_penalty * counts
-    return ids.astype(np.int64), costs.astype(np.float32)
-
-
-def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Apply repetition (CTRL, over prompt and output), presence and frequency penalties (over output), in place."""
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(row.tokens).astype(np.int64))
-        values = logits[seen]
-        scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        logits[seen] = scaled
-    if params.presence_penalty or params.frequency_penalty:
-        ids, costs = costs_of_output(row)
-        logits[torch.from_numpy(ids)] -= torch.from_numpy(costs)
 
 
 def draw_one(logits: torch.Tensor, params: Sampling, uniform: float) -> int:

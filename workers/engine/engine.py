@@ -2,13 +2,12 @@
 
 `EngineCore` joins the deciding part (`Scheduler`) with the computing part (a `ModelRunner`: model and sampling in
 torch, or the mock). It does no I/O and has no thread: its owner calls `step` in a loop, and all other methods between
-two steps, from the same thread. Transfers go through two hooks, which may only queue the work and return at once.
+two steps, from the same thread. Transfers are queued (`KvTransfers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec import Struct
@@ -17,17 +16,22 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.session.outputs import KvSource
-from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
-from tanghulu.workers.engine.exports import KvExport
+from tanghulu.types import RequestId
+from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
-from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.phase_times import PhaseBook
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestState
-from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import Sampled, StepOutcome, StepResult, StepTimings
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
+from tanghulu.workers.engine.step import (
+    CommittedBlock,
+    FetchWanted,
+    PromptScoreArrays,
+    Sampled,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+    StepTimings,
+)
 
 
 class Computed(Struct, frozen=True):
@@ -64,11 +68,26 @@ class ModelRunner(Protocol):
         """Write the KV of every planned token and sample where planned. Blocks for the duration."""
 
 
-class KvFetcher(Protocol):
-    """Brings KV from outside into blocks."""
+class WrappedRunner:
+    """A `ModelRunner` around ``runner``, except `run`, which subclasses define."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.layout, self.cache = runner.layout, runner.cache
+        self.vocab, self.max_context = runner.vocab, runner.max_context
+
+
+class KvTransfers:
+    """Moves KV between the engine's blocks and the outside. This one has no outside.
+
+    The engine's thread calls; all methods only queue their work and return at once.
+    """
+
+    #: Whether prefixes may be fetched.
+    can_fetch = False
 
     def fetch(self, wanted: FetchWanted) -> None:
-        """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
+        """Begin to fetch; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
 
     def decline(self, peer: KvSource) -> None:
         """Notify the export's holder that none of it is needed, so that it can release its blocks."""
@@ -76,18 +95,11 @@ class KvFetcher(Protocol):
     def pull(self, wanted: FetchWanted) -> None:
         """Begin to fetch from a peer's growing export; ``wanted.request_id`` names the pull.
 
-        `EngineCore.pull_arrived` follows as blocks arrive, in order, then `EngineCore.pull_done` exactly once.
+        `Pulls.arrived` follows as blocks arrive, in order, then `Pulls.done` exactly once.
         """
 
-    def end_pull(self, name: RequestId) -> None:
-        """End the pull soon, at any point; no error if it has ended."""
-
-
-class KvSink(Protocol):
-    """Receives blocks worth keeping outside the engine."""
-
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Receive blocks whose bytes stay valid during this call; `EngineCore.hold` them to read them later."""
+        """Receive blocks whose bytes stay valid during this call; `Exports.hold` them to read them later."""
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
         """Receive cached ``blocks`` found by requests; their bytes stay valid during this call."""
@@ -99,24 +111,6 @@ class KvSink(Protocol):
         """Note that the engine has nothing to compute until an outside event."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCoreConfig:
-    """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
-
-    ``moves_preempted``: the sink keeps blocks given up by preempted requests, and the fetcher finds them. With a
-    ``proposer``, which the runner must also have, decodes are speculative.
-    """
-
-    block_tokens: int = 64
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 32
-    max_num_waiting: int = 1024
-    eviction: str = DEFAULT_EVICTION
-    moves_preempted: bool = False
-    proposer: NgramProposer | None = None
-    debug_checks: bool = False
-
-
 class EngineCore:
     """Owns the cache's blocks and every request of this worker."""
 
@@ -124,37 +118,22 @@ class EngineCore:
         self,
         runner: ModelRunner,
         config: EngineCoreConfig,
-        *,
-        fetcher: KvFetcher | None = None,
-        sink: KvSink | None = None,
+        transfers: KvTransfers | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Schedule over all blocks of ``runner.cache``; raises ConfigError if bounds contradict each other."""
         self.runner = runner
         self.config = config
-        pool = BlockPool(runner.cache.num_blocks, config.eviction)
-        self._fetcher = fetcher
-        self._sink = sink
-        self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
+        self.pool = BlockPool(runner.cache.num_blocks, config.eviction)
+        self._transfers = transfers or KvTransfers()
+        self.scheduler = Scheduler(config, self.pool, runner.max_context, can_fetch=self._transfers.can_fetch)
+        self.exports, self.pulls = self.scheduler.exports, self.scheduler.pulls
         self._clock = clock or SystemClock()
         self._phases = PhaseBook()
 
     @property
     def cache(self) -> KvBlocks:
         return self.runner.cache
-
-    def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:
-        config = self.config
-        return SchedulerConfig(
-            block_tokens=config.block_tokens,
-            max_context=self.runner.max_context,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_num_waiting=config.max_num_waiting,
-            can_fetch=can_fetch,
-            moves_preempted=config.moves_preempted and can_fetch and self._sink is not None,
-            proposer=config.proposer,
-        )
 
     def add(self, request: EngineRequest) -> None:
         """Queue ``request``.
@@ -164,17 +143,18 @@ class EngineCore:
         """
         vocab = self.runner.vocab
         if int(request.sequence.tokens.max()) >= vocab:
-            raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
+            raise InvalidRequest(
+                f"request {request.request_id} has a token id outside the vocabulary of {vocab} tokens"
+            )
         sampling = request.sampling
         named = {*sampling.logit_bias, *request.ending_ids, *sampling.logprob_token_ids}
         unknown = sorted(token for token in named if not 0 <= token < vocab)
         if unknown:
             raise InvalidRequest(
-                f"logit_bias, stop or logprob ids name tokens {unknown[:5]}; the vocabulary has {vocab}"
+                f"logit_bias, stop_token_ids or logprob_token_ids name tokens {unknown[:5]}; the vocabulary has {vocab}"
             )
         self.scheduler.add(request)
         self._phases.added(request.request_id, self._clock.now_s())
-        self._end_pulls()
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> bool:
         """Begin to pull the prompt ``sequence`` from a prefill under way; False without room or anything to do.
@@ -182,20 +162,9 @@ class EngineCore:
         `abort` ends it, and a request that names it (``ahead``) continues from what it has fetched.
         """
         wanted = self.scheduler.pull_ahead(name, sequence, peer)
-        if wanted is not None and self._fetcher is not None:
-            self._fetcher.pull(wanted)
+        if wanted is not None:
+            self._transfers.pull(wanted)
         return wanted is not None
-
-    def pull_arrived(self, name: RequestId, num_blocks: int) -> None:
-        self.scheduler.pulls.arrived(name, num_blocks)
-
-    def pull_done(self, name: RequestId) -> None:
-        self.scheduler.pulls.done(name)
-
-    def _end_pulls(self) -> None:
-        if self._fetcher is not None:
-            for name in self.scheduler.pulls.take_ending():
-                self._fetcher.end_pull(name)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request, or the pull, without further output; False if the engine does not have it (any more).
@@ -204,55 +173,34 @@ class EngineCore:
         """
         request = self.scheduler.request(request_id)
         peer = request.peer if request is not None and request.state is EngineRequestState.WAITING else None
-        if peer is not None and self._fetcher is not None:
-            self._fetcher.decline(peer)
+        if peer is not None:
+            self._transfers.decline(peer)
         self._phases.dropped(request_id)
-        dropped = self.scheduler.abort(request_id) if request is not None else self.scheduler.pulls.drop(request_id)
-        self._end_pulls()
-        return dropped
+        return self.scheduler.abort(request_id) if request is not None else self.pulls.drop(request_id)
 
     def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
         self.scheduler.fetch_done(request_id, num_blocks_ok)
         self._phases.fetched(request_id, self._clock.now_s())
 
-    def release_export(self, name: RequestId) -> bool:
-        """Release the blocks of an export; False if there is none of that name."""
-        return self.scheduler.exports.release(name)
-
-    def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        return self.scheduler.exports.export_prefix(name, hashes)
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        self.scheduler.exports.hold(block_ids)
-
-    def unhold(self, block_ids: Sequence[int]) -> None:
-        self.scheduler.exports.unhold(block_ids)
-
-    def drop_cached(self) -> int:
-        """Forget every unused cached block; return their number. The next step reports the events."""
-        return self.scheduler.pool.drop_cached()
-
     def step(self) -> StepResult:
         """Plan, compute and sample once. Blocks while the model computes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
-        self._end_pulls()
-        if self._sink is not None and plan.displaced:
-            self._sink.blocks_preempted(plan.displaced)
-        if self._fetcher is not None:
-            for wanted in plan.fetches:
-                self._fetcher.fetch(wanted)
-            for peer in plan.declined:
-                self._fetcher.decline(peer)
-        if self._sink is not None and plan.reused:
-            self._sink.blocks_reused(plan.reused)
+        if plan.displaced:
+            self._transfers.blocks_preempted(plan.displaced)
+        for wanted in plan.fetches:
+            self._transfers.fetch(wanted)
+        for peer in plan.declined:
+            self._transfers.decline(peer)
+        if plan.reused:
+            self._transfers.blocks_reused(plan.reused)
         planned = self._clock.now_s()
         self._phases.planned(plan, planned)
         computed = self.runner.run(plan) if plan.runs else _NOTHING
         outcome = self.scheduler.step_done(computed.sampled)
-        if self._sink is not None and outcome.committed:
+        if outcome.committed:
             began = self._clock.now_s()
-            self._sink.blocks_committed(outcome.committed)
+            self._transfers.blocks_committed(outcome.committed)
             self._phases.stored(outcome.committed, self._clock.now_s() - began)
         if self.config.debug_checks:
             self.scheduler.check()
@@ -260,9 +208,9 @@ class EngineCore:
         return self._result(plan, computed, outcome, timings)
 
     def rest(self) -> None:
-        """Notify the sink if there is nothing to compute; call it after each step and each event."""
-        if self._sink is not None and not self.scheduler.has_work:
-            self._sink.engine_idle()
+        """Notify the transfers if there is nothing to compute; call it after each step and each event."""
+        if not self.scheduler.has_work:
+            self._transfers.engine_idle()
 
     def _result(self, plan: StepPlan, computed: Computed, outcome: StepOutcome, timings: StepTimings) -> StepResult:
         now_s = self._clock.now_s()
@@ -273,7 +221,7 @@ class EngineCore:
             num_computed_tokens=plan.num_tokens + plan.num_drafted,
             num_sequences=len(plan.runs),
             preempted=plan.preempted,
-            kv_events=tuple(self.scheduler.pool.take_events()),
+            kv_events=tuple(self.pool.take_events()),
             timings=timings,
             work=plan.work,
             scores=computed.scores,

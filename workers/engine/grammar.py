@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 MAX_GRAMMAR_CHARS = 65_536
 
 
-_NO_TEXT = "no text can go on under it; does it refer to nothing but itself?"
+_NO_TEXT = "it allows no text here; check it for rules that refer only to themselves"
 #: llguidance's names for states without an exit.
 _STUCK = frozenset(("NoExtension", "NoExtensionBias"))
 
@@ -60,7 +60,7 @@ class Grammar:
         fresh = generated[self._num_consumed :].tolist()
         self._num_consumed = len(generated)
         if fresh and self.failure is None and not self._matcher.consume_tokens(fresh):
-            self._fail("the text left it")  # it was not made under it
+            self._fail("the text does not match it")  # it was not made under it
         if self.failure is None:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
             if self._matcher.is_error():  # the mask then admits the end token
@@ -98,11 +98,13 @@ class GrammarCompiler:
         The first call takes about half a second for a vocabulary of 50,000, later ones milliseconds.
         """
         if len(text) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequest(f"a {kind.value} of {len(text)} characters is too long; at most {MAX_GRAMMAR_CHARS}")
+            raise InvalidRequest(
+                f"a {kind.value} of {len(text)} characters is too long; the limit is {MAX_GRAMMAR_CHARS}"
+            )
         try:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:
-            raise InvalidRequest(f"this worker has no grammars: {install_command('grammar')}") from error
+            raise InvalidRequest(f"this worker cannot use grammars: {install_command('grammar')}") from error
         try:
             if kind is GrammarKind.REGEX:
                 matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_regex(text), log_level=0)

@@ -59,7 +59,8 @@ class KvLayout:
         """
         if dtype == "int8" and config.head_dim % SCALE_BYTES:
             raise ConfigError(
-                f"--kv-dtype int8 takes heads of a multiple of {SCALE_BYTES}, not {config.head_dim}; take another type"
+                f"--kv-dtype int8 needs a head size that is a multiple of {SCALE_BYTES}, not {config.head_dim}; "
+                "use another type"
             )
         kv_heads = config.num_kv_heads // num_parts
         return cls(config.num_layers, block_tokens, kv_heads, config.head_dim, dtype, num_parts)
@@ -93,7 +94,7 @@ class KvLayout:
         if num_blocks < 1:
             raise ConfigError(
                 f"a KV cache of {format_size(capacity_bytes)} holds no block of {self.block_tokens} tokens, "
-                f"which takes {format_size(self.block_bytes)}; give the cache more memory or blocks fewer tokens"
+                f"which takes {format_size(self.block_bytes)}; raise --kv-memory or lower --block-tokens"
             )
         return num_blocks
 

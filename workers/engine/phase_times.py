@@ -15,7 +15,7 @@ from enum import IntEnum
 
 from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import RequestId
-from tanghulu.workers.engine.step_plan import CommittedBlock, StepPlan
+from tanghulu.workers.engine.step import CommittedBlock, StepPlan
 
 
 class _At(IntEnum):

@@ -15,13 +15,14 @@ request then fetches all of its KV when its turn has come.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.step_plan import FetchWanted
+from tanghulu.workers.engine.step import FetchWanted
 
 #: Most pulls at a time; each has a thread of the connector's that mostly waits.
 MAX_PULLS = 16
@@ -29,11 +30,15 @@ MAX_PULLS = 16
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One prompt's leading full blocks: ``there`` have arrived (or were cached), ``coming`` belong to the transfer."""
+    """One prompt's leading full blocks: ``there`` have arrived (or were cached), ``coming`` belong to the transfer.
+
+    ``ending`` is set when the transfer should end.
+    """
 
     there: list[int]
     coming: list[int]
     hashes: list[BlockHash]
+    ending: threading.Event = field(default_factory=threading.Event)
     is_wanted: bool = True
     is_transferring: bool = True
 
@@ -45,7 +50,6 @@ class Pulls:
         self._pool = pool
         self._block_tokens = block_tokens
         self._pulls: dict[RequestId, Pull] = {}
-        self._ending: list[RequestId] = []
 
     def __len__(self) -> int:
         return len(self._pulls)
@@ -64,9 +68,9 @@ class Pulls:
             self._pool.release(there, used=False)
             return None
         self._pool.begin_transfer(coming)
-        self._pulls[name] = Pull(there, coming, hashes)
-        num_tokens = len(hashes) * self._block_tokens
-        return FetchWanted(name, len(there), tuple(coming), tuple(hashes[len(there) :]), num_tokens, peer)
+        pull = self._pulls[name] = Pull(there, coming, hashes)
+        first, num_tokens = len(there), len(hashes) * self._block_tokens
+        return FetchWanted(name, first, tuple(coming), tuple(hashes[first:]), num_tokens, peer, ending=pull.ending)
 
     def is_transferring(self, name: RequestId | None) -> bool:
         """Return whether the pull reads its export: another read under the same session would take its leases."""
@@ -101,9 +105,8 @@ class Pulls:
         pull = self._pulls.get(name)
         if pull is None:
             return False
-        if pull.is_transferring:
-            self._ending.append(name)
-        else:
+        pull.ending.set()
+        if not pull.is_transferring:
             del self._pulls[name]
         self._pool.release(pull.there, used=False)
         pull.there, pull.is_wanted = [], False
@@ -111,18 +114,13 @@ class Pulls:
 
     def end_soon(self, name: RequestId | None) -> None:
         """Have the transfer end soon: the request is here and fetches the rest itself."""
-        if name is not None and self.is_transferring(name):
-            self._ending.append(name)
+        if name is not None and name in self._pulls:
+            self._pulls[name].ending.set()
 
     def give_way(self) -> bool:
         """Drop the youngest pull that holds blocks; False if there is none."""
         youngest = next((name for name in reversed(self._pulls) if self._pulls[name].is_wanted), None)
         return youngest is not None and self.drop(youngest)
-
-    def take_ending(self) -> list[RequestId]:
-        """Return the pulls whose transfers should end, since the last call."""
-        ending, self._ending = self._ending, []
-        return ending
 
     def references(self) -> Counter[int]:
         """Count the references of pulls on each block."""

@@ -122,9 +122,12 @@ class EngineRequest:
         _require(len(self.sequence) > 0, f"request {self.request_id} has no tokens")
         _require(
             0 < self.num_prompt_tokens <= len(self.sequence),
-            f"request {self.request_id} says {self.num_prompt_tokens} prompt tokens of {len(self.sequence)}",
+            f"request {self.request_id} claims {self.num_prompt_tokens} prompt tokens but has {len(self.sequence)}",
         )
-        _require(0 < self.weight <= _MAX_WEIGHT, f"request {self.request_id} has a client of weight {self.weight}")
+        _require(
+            0 < self.weight <= _MAX_WEIGHT,
+            f"request {self.request_id} has client weight {self.weight}; at most {_MAX_WEIGHT:g}",
+        )
 
     def on(self, event: EngineRequestEvent) -> None:
         """Apply an event by the table; asserts that the pair is in it."""

@@ -33,36 +33,37 @@ from tanghulu.hashing import TokenSequence
 from tanghulu.rpc.wire import Failure
 from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.types import RequestId
-from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.exports import Exports
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.engine.requests import EngineRequest, EngineRequestEvent, EngineRequestState
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan, plan_fetch
-from tanghulu.workers.engine.step_result import Sampled, StepOutcome
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, StepOutcome, StepPlan, plan_fetch
 
 _GRAMMAR_FAILED = Failure.of(
     InvalidRequest(
-        "the grammar that the request asks for cannot be kept: no text can go on under it where this one stands; "
-        "does its schema refer to nothing but itself?"
+        "the request's grammar allows no continuation of its text; does its schema refer to nothing but itself?"
     )
 )
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of a step and of the queue. ``can_fetch``: FetchWanted is performed; ``moves_preempted``: and blocks in
-    `StepPlan.displaced` are kept where fetches find them. With a ``proposer`` decodes have drafts.
+class EngineCoreConfig:
+    """Sizes and bounds of an engine: of a step, of the queue, of a block.
+
+    ``moves_preempted``: the transfers keep blocks given up by preempted requests (`StepPlan.displaced`) where fetches
+    find them. With a ``proposer``, which the runner must also have, decodes are speculative. ``debug_checks`` asserts
+    all invariants after every step.
     """
 
-    block_tokens: int
-    max_context: int
+    block_tokens: int = 64
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
-    can_fetch: bool = False
+    eviction: str = DEFAULT_EVICTION
     moves_preempted: bool = False
     proposer: NgramProposer | None = None
+    debug_checks: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -75,15 +76,19 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Owns every request and, through the pool, every block."""
+    """Owns every request and, through the pool, every block.
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    The model attends to at most ``max_context`` tokens. ``can_fetch``: every FetchWanted is performed.
+    """
+
+    def __init__(self, config: EngineCoreConfig, pool: BlockPool, max_context: int, *, can_fetch: bool = False) -> None:
         self.config = config
+        self._max_context, self._can_fetch = max_context, can_fetch
         self._block_tokens = config.block_tokens
         self.pool = pool
         self.exports = Exports(pool, config.block_tokens)
         self.pulls = Pulls(pool, config.block_tokens)
-        self.max_tokens = min(config.max_context, pool.num_blocks * config.block_tokens)
+        self.max_tokens = min(max_context, pool.num_blocks * config.block_tokens)
         self._requests: dict[RequestId, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
         self._running: list[EngineRequest] = []
@@ -97,19 +102,23 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue ``request``. Raises ContextLengthExceeded, InvalidRequest or Overloaded, and then keeps nothing."""
         assert request.state is EngineRequestState.WAITING
-        assert request.sequence.block_tokens == self.config.block_tokens
+        assert request.sequence.block_tokens == self._block_tokens
         if request.request_id in self._requests or self.exports.get(request.request_id) is not None:
-            raise InvalidRequest(f"request {request.request_id} is here already")
+            raise InvalidRequest(f"request {request.request_id} is already here")
         if request.num_tokens >= self.max_tokens:
             raise ContextLengthExceeded(
-                f"request {request.request_id} has {request.num_tokens} tokens; this worker holds at most "
-                f"{self.max_tokens - 1} and the next one (context {self.config.max_context}, KV cache "
-                f"{self.pool.num_blocks} blocks of {self.config.block_tokens})"
+                f"request {request.request_id} has {request.num_tokens} tokens; this worker takes at most "
+                f"{self.max_tokens - 1} (context {self._max_context}, KV cache "
+                f"{self.pool.num_blocks} blocks of {self._block_tokens})"
             )
         if request.num_generated >= request.stop.max_new_tokens:
-            raise InvalidRequest(f"request {request.request_id} already has its {request.num_generated} new tokens")
+            raise InvalidRequest(
+                f"request {request.request_id} has already generated {request.num_generated} tokens, its max_new_tokens"
+            )
         if len(self._waiting) >= self.config.max_num_waiting:
-            raise Overloaded(f"{len(self._waiting)} requests wait already; send it to another worker or later")
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting, the maximum; retry later or at another worker"
+            )
         request.arrival = self._num_added
         request.turn = 0.0 if request.moved else self._turns.take(request.client, request.weight)
         self._num_added += 1
@@ -119,7 +128,7 @@ class Scheduler:
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> FetchWanted | None:
         """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""
-        if not self.config.can_fetch:
+        if not self._can_fetch:
             return None
         spare = len(self._running) + sum(self._num_blocks(request.num_tokens) for request in self._admissible())
         return self.pulls.begin(name, list(sequence.block_hashes), peer, spare)
@@ -152,7 +161,7 @@ class Scheduler:
         covered = wanted.num_tokens
         if num_blocks_ok < len(wanted.block_ids):
             request.fetch_blocks = 0
-            covered = (wanted.first_block + num_blocks_ok) * self.config.block_tokens
+            covered = (wanted.first_block + num_blocks_ok) * self._block_tokens
         # The last token is always computed here: the next token is drawn from its logits.
         computed = min(covered, request.most_reused)
         if request.num_preemptions == 0:
@@ -233,7 +242,7 @@ class Scheduler:
             missing = self._num_blocks(request.num_tokens + len(proposed)) - len(request.block_ids)
             if 0 < missing <= self.pool.num_available - len(self._running):
                 request.block_ids += self.pool.allocate(missing) or ()
-            room = len(request.block_ids) * self.config.block_tokens - request.num_tokens
+            room = len(request.block_ids) * self._block_tokens - request.num_tokens
             if proposed := proposed[:room]:
                 plan.add_draft(at, proposed)
 
@@ -295,7 +304,7 @@ class Scheduler:
             self._waiting.remove(request)
             self._turns.served(request.turn)
             plan.add_hits(request)
-            wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
+            wanted = plan_fetch(request, self._block_tokens) if self._can_fetch else None
             if wanted is not None:
                 request.on(EngineRequestEvent.FETCH)
                 self.pool.begin_transfer(wanted.block_ids)
@@ -305,7 +314,7 @@ class Scheduler:
                 request.on(EngineRequestEvent.ADMIT)
                 insort(self._running, request, key=_order)
                 plan.add_run(request)
-                if request.peer is not None and self.config.can_fetch:
+                if request.peer is not None and self._can_fetch:
                     plan.declined.append(request.peer)
                     request.peer = None
 
@@ -316,7 +325,7 @@ class Scheduler:
     def _take_blocks(self, request: EngineRequest) -> bool:
         """Match cached blocks and allocate the rest; False (and nothing taken) if too few are left."""
         # At least the last token must be computed, even if every block of the prompt is cached.
-        usable = request.most_reused // self.config.block_tokens
+        usable = request.most_reused // self._block_tokens
         hits = self.pool.match(request.sequence.block_hashes[:usable])
         missing = self._num_blocks(request.num_tokens) - len(hits)
         # One block per running request, so that the newcomer does not displace it at its next full block.
@@ -328,7 +337,7 @@ class Scheduler:
         fresh = self.pool.allocate(missing)
         assert fresh is not None
         request.block_ids = hits + fresh
-        request.num_computed = len(hits) * self.config.block_tokens
+        request.num_computed = len(hits) * self._block_tokens
         request.num_committed_blocks = len(hits)
         if request.ahead is not None:
             self.pulls.drop(request.ahead)
@@ -389,7 +398,7 @@ class Scheduler:
         return fresh
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_tokens)
+        return -(-num_tokens // self._block_tokens)
 
     # ---- for outside
 
@@ -447,7 +456,7 @@ class Scheduler:
         self.pulls.check()
         holders = self.exports.references() + self.pulls.references()
         for request in live:
-            request.check(self.config.block_tokens)
+            request.check(self._block_tokens)
             holders.update(request.block_ids)
         assert all(self.pool.num_references(block) == holders[block] for block in range(self.pool.num_blocks))
         moving = {block for wanted in self._fetches.values() for block in wanted.block_ids}

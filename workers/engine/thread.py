@@ -28,7 +28,7 @@ from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 
 _log = structlog.get_logger(__name__)
 
@@ -78,7 +78,7 @@ class EngineThread:
         speed: SpeedMeter | None = None,
         in_turn: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
-        self._core = core
+        self.core = core
         self._in_turn = in_turn
         self._on_report = on_report
         self._on_failure = on_failure
@@ -109,7 +109,7 @@ class EngineThread:
         """
         with self._wake:
             self._commands.append(command)
-            if self._core.scheduler.has_work:  # a sleeping thread waits for just that
+            if self.core.scheduler.has_work:  # a sleeping thread waits for just that
                 self._wake.notify()
 
     async def call(self, command: Callable[[EngineCore], T]) -> T:
@@ -154,7 +154,7 @@ class EngineThread:
         in_turn = self._in_turn or asyncio.get_running_loop().call_soon_threadsafe
 
         def look(core: EngineCore) -> None:
-            hashes, events = core.scheduler.pool.matchable_hashes(), core.scheduler.pool.take_events()
+            hashes, events = core.pool.matchable_hashes(), core.pool.take_events()
             in_turn(partial(take, hashes, self.load(), events))
 
         self.post(look)
@@ -179,7 +179,7 @@ class EngineThread:
             while True:
                 commands, stopping = self._take_commands()
                 for command in commands:
-                    command(self._core)
+                    command(self.core)
                 if stopping:
                     return
                 self._advance(commanded=bool(commands))
@@ -201,10 +201,10 @@ class EngineThread:
     _can_step = False
 
     def _advance(self, *, commanded: bool) -> None:
-        scheduler = self._core.scheduler
-        result = self._core.step() if scheduler.has_work else StepResult()
-        self._core.rest()
-        events = result.kv_events or tuple(scheduler.pool.take_events())
+        scheduler = self.core.scheduler
+        result = self.core.step() if scheduler.has_work else StepResult()
+        self.core.rest()
+        events = result.kv_events or tuple(self.core.pool.take_events())
         # A step may find all waiting requests blocked by transfers: only an event from outside changes that.
         self._can_step = scheduler.has_work and not result.idle
         if not result.idle:
@@ -216,7 +216,9 @@ class EngineThread:
             ended = any(output.finish is not None for output in result.outputs)
             goes_on = not (commanded or events or exports or ended or result.preempted or result.work.prefill_tokens)
             load = self._load_after(goes_on=goes_on)
-            self._on_report(StepReport(_with_events(result, events), load, exports))
+            if events and not result.kv_events:
+                result = structs.replace(result, kv_events=events)
+            self._on_report(StepReport(result, load, exports))
 
     def _load_after(self, *, goes_on: bool) -> EngineLoad:
         """Return the load after a step; pure decode steps (``goes_on``) change it little and share one."""
@@ -229,7 +231,7 @@ class EngineThread:
 
     def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
         """Return the engine's load now; called in the engine's thread (by a command); with ``reads`` from peers."""
-        scheduler, pool = self._core.scheduler, self._core.scheduler.pool
+        scheduler, pool = self.core.scheduler, self.core.pool
         pending_tokens, pending_pairs = scheduler.pending
         shared = structs.replace(
             self._speed.speeds,
@@ -245,9 +247,3 @@ class EngineThread:
         return EngineLoad(
             shared, scheduler.num_fetching, pool.num_cached, pool.num_in_use, pool.num_in_transfer, scheduler.num_added
         )
-
-
-def _with_events(result: StepResult, events: tuple[object, ...]) -> StepResult:
-    if result.kv_events or not events:
-        return result
-    return StepResult(kv_events=events)  # type: ignore[arg-type]

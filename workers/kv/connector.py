@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ import structlog
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.pulls import MAX_PULLS
 from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
-from tanghulu.workers.engine.thread import Command
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
+from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort, Move
 from tanghulu.workers.kv.store_adapter import StoreAdapter
-from tanghulu.workers.kv.store_policy import StorePolicy, WorthKeeping, make_store_policy
+from tanghulu.workers.kv.store_policy import WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
 
 _log = structlog.get_logger(__name__)
@@ -55,8 +55,10 @@ class ConnectorConfig:
     max_deferred_bytes: int = 512 << 20
 
 
-class KvConnector:
-    """Performs the engine's fetches and keeps its blocks."""
+class KvConnector(KvTransfers):
+    """Performs the engine's fetches and keeps its blocks, which ``port`` gives access to; of ``layout``."""
+
+    can_fetch = True
 
     def __init__(
         self,
@@ -64,60 +66,45 @@ class KvConnector:
         peers: PeerReader,
         metrics: WorkerMetrics,
         speed: SpeedMeter,
+        layout: KvLayout,
+        port: BlockPort,
         config: ConnectorConfig = ConnectorConfig(),
     ) -> None:
         self._store = store
         self._peers = peers
         self._metrics = metrics
         self._speed = speed
-        self._config = config
-        self._core: EngineCore
-        self._layout: KvLayout
-        self._port: BlockPort
-        self._post: Callable[[Command], None]
-        self._post_lazily: Callable[[Command], None]
-        self._policy: StorePolicy
+        self._layout = layout
+        self._port = port
+        self._max_pending_blocks = config.max_pending_bytes // layout.block_bytes
+        self._policy = make_store_policy(config.store_policy, config.max_deferred_bytes // layout.block_bytes)
+        self._engine: EngineThread
         self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
         self._handed: deque[FetchWanted] = deque()  # hand-overs not begun by any fetcher
         self._taking = threading.Lock()  # of some of them
-        self._pullers = ThreadPoolExecutor(MAX_PULLS, "kv-pull")  # they wait; the fetchers move the blocks
-        self._pulls: dict[RequestId, threading.Event] = {}  # set when a pull is to end; the engine's thread alone
-        self._releaser = ThreadPoolExecutor(1, "kv-release")  # other workers' blocks wait for no slow fetch
+        # Calls of peers that wait: each pull has a thread, and releases have one. The fetchers move the blocks.
+        self._waiters = ThreadPoolExecutor(MAX_PULLS + 1, "kv-wait")
+        self._closing = False  # pulls end
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # changed by the engine's thread alone
         self._num_dropped = 0
         self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
-    def attach(
-        self,
-        core: EngineCore,
-        port: BlockPort,
-        post: Callable[[Command], None],
-        post_lazily: Callable[[Command], None],
-    ) -> None:
-        """Connect to the engine before its first step: its blocks, and the function that runs commands in its thread.
-
-        ``post`` wakes the thread for its command, ``post_lazily`` need not.
-        """
-        self._core, self._layout, self._port = core, core.cache.layout, port
-        self._post, self._post_lazily = post, post_lazily
-        max_deferred = self._config.max_deferred_bytes // core.cache.layout.block_bytes
-        self._policy = make_store_policy(self._config.store_policy, max_deferred)
+    def attach(self, engine: EngineThread) -> None:
+        """Report to ``engine``, whose core has this connector; before its first step."""
+        self._engine = engine
 
     def close(self) -> None:
         """Wait for transfers under way; the executors refuse later ones."""
-        for left in list(self._pulls.values()):
-            left.set()
-        self._pullers.shutdown(wait=True, cancel_futures=True)
-        self._fetchers.shutdown(wait=True, cancel_futures=True)
-        self._releaser.shutdown(wait=True, cancel_futures=True)
-        self._writer.shutdown(wait=True, cancel_futures=True)
+        self._closing = True
+        for pool in (self._waiters, self._fetchers, self._writer):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     # --- in the engine's thread
 
     def fetch(self, wanted: FetchWanted) -> None:
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
-            self._done([(wanted.request_id, 0)])
+            self._done({wanted.request_id: 0})
             return
         if wanted.peer is None:
             self._fetchers.submit(self._fetch, wanted)
@@ -126,15 +113,10 @@ class KvConnector:
             self._fetchers.submit(self._fetch_handed)
 
     def decline(self, peer: KvSource) -> None:
-        self._releaser.submit(self._released, peer, 0, keep=False)
+        self._waiters.submit(self._released, peer, 0, keep=False)
 
     def pull(self, wanted: FetchWanted) -> None:
-        left = self._pulls[wanted.request_id] = threading.Event()
-        self._pullers.submit(self._pull, wanted, left)
-
-    def end_pull(self, name: RequestId) -> None:
-        if (left := self._pulls.get(name)) is not None:
-            left.set()
+        self._waiters.submit(self._pull, wanted)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Keep in the store, after the computation, the blocks selected by the policy."""
@@ -179,14 +161,14 @@ class KvConnector:
         self._metrics.store_deferred_blocks.set(self._policy.num_deferred)
         self._metrics.store_dropped.inc(self._policy.num_dropped - self._num_dropped)
         self._num_dropped = self._policy.num_dropped
-        blocks = [block for block in blocks if self._core.scheduler.pool.block_of(block.block_hash) == block.block_id]
+        blocks = [block for block in blocks if self._engine.core.pool.block_of(block.block_hash) == block.block_id]
         if not blocks:
             return
         if not self._store_answers or len(blocks) > self._num_writable:
             self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids, hashes = [block.block_id for block in blocks], [block.block_hash for block in blocks]
-        self._core.hold(block_ids)
+        self._engine.core.exports.hold(block_ids)
         self._write(hashes, lambda store: self._drain(store, hashes, block_ids), block_ids)
 
     def _drain(self, store: StoreAdapter, hashes: list[BlockHash], block_ids: list[int]) -> int:
@@ -196,7 +178,7 @@ class KvConnector:
     @property
     def _num_writable(self) -> int:
         """Number of blocks that may still be sent."""
-        return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
+        return self._max_pending_blocks - self._pending_blocks
 
     def _write(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
         """Run ``save`` in the writer's thread, which returns the number kept; ``held`` blocks are given back then."""
@@ -264,8 +246,8 @@ class KvConnector:
         if came:
             for each in came:
                 self._count_fetch(each, "peer", 0, len(each.block_ids), seconds)
-            note = self._speed_note(came[0], "peer", num_blocks, seconds)
-            self._done([(each.request_id, len(each.block_ids)) for each in came], [note])
+            self._note_speed(came[0], "peer", num_blocks, seconds)
+            self._done({each.request_id: len(each.block_ids) for each in came})
         for each in came:
             self._release_read(each, len(each.block_ids))
         return list(wanted[num_came:])
@@ -276,17 +258,16 @@ class KvConnector:
 
     def _fetch(self, wanted: FetchWanted) -> None:
         num_ok = num_peer = 0
-        noted: list[Command] = []
         try:
             for source, end, read in self._sources(wanted):
                 if num_ok < end:
-                    num_ok += self._fill_or_fail(source, wanted, range(num_ok, end), read, noted)
+                    num_ok += self._fill_or_fail(source, wanted, range(num_ok, end), read)
                 if source == "peer":
                     num_peer = num_ok
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
-            self._done([(wanted.request_id, num_ok)], noted)
+            self._done({wanted.request_id: num_ok})
         self._release_read(wanted, num_peer)  # the request need not wait for that
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
@@ -307,13 +288,13 @@ class KvConnector:
         if store is not None and self._store_answers:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
-    def _pull(self, wanted: FetchWanted, left: threading.Event) -> None:
+    def _pull(self, wanted: FetchWanted) -> None:
         """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""
         peer, name = wanted.peer, wanted.request_id
         assert peer is not None
         try:
             with self._peers.watch(peer) as watch:
-                self._pull_turns(wanted, left, watch)
+                self._pull_turns(wanted, watch)
         except TanghuluError as error:  # ended, or unreachable: the request fetches the rest from any source
             _log.debug("pull.ended", name=name, code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - a bug here must not keep the blocks for ever: the request fetches them
@@ -321,19 +302,16 @@ class KvConnector:
         finally:
             # Before the request's own read of the export, which is under the same session.
             self._released(peer, 0, keep=True)
-            self._post(lambda core: self._pulled(core, name))
+            self._engine.post(lambda core: core.pulls.done(name))
 
-    def _pulled(self, core: EngineCore, name: RequestId) -> None:
-        del self._pulls[name]
-        core.pull_done(name)
-
-    def _pull_turns(self, wanted: FetchWanted, left: threading.Event, watch: Watch) -> None:
-        at, ids = 0, wanted.block_ids
+    def _pull_turns(self, wanted: FetchWanted, watch: Watch) -> None:
+        assert wanted.ending is not None
+        at, ids, is_ending = 0, wanted.block_ids, wanted.ending.is_set
         # After each turn a pull reports the arrived blocks, and ends if it is no longer wanted.
-        while at < len(ids) and not left.is_set():
+        while at < len(ids) and not is_ending() and not self._closing:
             shown = watch(wanted.first_block + at)
             until = min(shown.num_blocks - wanted.first_block, len(ids), at + self._turn_blocks)
-            if until <= at or left.is_set():
+            if until <= at or is_ending():
                 if shown.complete:
                     return
                 continue
@@ -344,16 +322,9 @@ class KvConnector:
 
     def _pull_turn(self, wanted: FetchWanted, at: int, until: int) -> int:
         """Fetch the wanted blocks from number ``at`` up to ``until``, called in a fetcher's thread."""
-        noted: list[Command] = []
-        num_ok = self._fill("peer", wanted, range(at, until), self._reading(wanted), noted)
-
-        def arrived(core: EngineCore) -> None:
-            for note in noted:
-                note(core)
-            core.pull_arrived(wanted.request_id, num_ok)
-
+        num_ok = self._fill("peer", wanted, range(at, until), self._reading(wanted))
         if num_ok:
-            self._post(arrived)
+            self._engine.post(lambda core: core.pulls.arrived(wanted.request_id, num_ok))
         return num_ok
 
     def _reading(self, wanted: FetchWanted) -> Move:
@@ -365,27 +336,24 @@ class KvConnector:
     def _read_exports(self, parts: Sequence[ExportPart], at: int, buffers: Sequence[memoryview]) -> int:
         return self._peers.read(cut(parts, at, len(buffers)), buffers)
 
-    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
+    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
         """Do `_fill`; return 0 after a failure, which is counted."""
         try:
-            return self._fill(source, wanted, numbers, read, noted)
+            return self._fill(source, wanted, numbers, read)
         except TanghuluError as error:
             self._metrics.fetch_failures.labels(source).inc()
             _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
             return 0
 
-    def _fill(self, source: str, wanted: FetchWanted, numbers: range, read: Move, noted: list[Command]) -> int:
-        """Fetch the wanted blocks of these ``numbers``; return the number of leading ones that arrived.
-
-        Their speed is ``noted``, for the engine's thread.
-        """
+    def _fill(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
+        """Fetch the wanted blocks of these ``numbers``; return the number of leading ones that arrived."""
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
         num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers))
         if num_ok:
             seconds = time.monotonic() - started_s
             self._count_fetch(wanted, source, first, num_ok, seconds)
-            noted.append(self._speed_note(wanted, source, num_ok, seconds))
+            self._note_speed(wanted, source, num_ok, seconds)
         return num_ok
 
     def _release_read(self, wanted: FetchWanted, num_blocks: int) -> None:
@@ -397,7 +365,8 @@ class KvConnector:
         try:
             self._peers.release(peer, bytes_read, keep=keep)
         except TanghuluError as error:
-            _log.warning("export.release_failed", code=error.code, error=error.message)
+            about = {"worker": peer.instance_id, "export": peer.export_id}
+            _log.warning("export.release_failed", **about, code=error.code, error=error.message)
 
     def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
         block_tokens = self._layout.block_tokens
@@ -406,25 +375,22 @@ class KvConnector:
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
 
-    def _speed_note(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> Command:
-        """Return a function that notes the blocks' speed, in the engine's thread."""
+    def _note_speed(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> None:
         num_bytes = num_blocks * self._layout.block_bytes
         if source == "store":
-            return lambda _: self._speed.fetched(num_bytes, seconds)
+            self._speed.fetched(num_bytes, seconds)
+            return
         peer = wanted.peer if source == "peer" else wanted.holder
-        address = peer.address if peer is not None else ""
-        return lambda _: self._speed.read_from_peer(num_bytes, seconds, address)
+        self._speed.read_from_peer(num_bytes, seconds, peer.address if peer is not None else "")
 
-    def _done(self, ended: Sequence[tuple[RequestId, int]], noted: Sequence[Command] = ()) -> None:
+    def _done(self, ended: Mapping[RequestId, int]) -> None:
         """Report the ends of fetches to the engine, in one command: each makes its thread report."""
 
         def done(core: EngineCore) -> None:
-            for note in noted:
-                note(core)
-            for request_id, num_ok in ended:
+            for request_id, num_ok in ended.items():
                 core.fetch_done(request_id, num_ok)
 
-        self._post(done)
+        self._engine.post(done)
 
     def _save(self, hashes: list[BlockHash], save: Callable[[StoreAdapter], int], held: list[int]) -> None:
         assert self._store is not None
@@ -437,11 +403,11 @@ class KvConnector:
         self._metrics.store_failures.inc(len(hashes) - num_saved)
         lost = hashes if num_saved < len(hashes) else []
         # Blocks waiting to be written while the engine is idle continue when these are there.
-        post = self._post if self._policy.num_deferred else self._post_lazily
+        post = self._engine.post if self._policy.num_deferred else self._engine.post_lazily
         post(lambda core: self._saved(core, len(hashes), lost, held))
 
     def _saved(self, core: EngineCore, num_blocks: int, lost: list[BlockHash], held: list[int]) -> None:
-        core.unhold(held)
+        core.exports.unhold(held)
         self._count_pending(-num_blocks)
         for block_hash in lost:
             self._written.pop(block_hash, None)

@@ -77,7 +77,7 @@ class ExportTable:
         """Return the export; raises ChunkNotFound when it was released or its time ran out."""
         export = self._exports.get(export_id)
         if export is None or export.released:
-            raise ChunkNotFound(f"export {export_id} is not held here (any more); compute the prompt instead")
+            raise ChunkNotFound(f"export {export_id} is not held here, or no longer; compute the prompt instead")
         return export
 
     def pinned(self, export: Export, leases: list[LeaseId], now_s: float) -> None:

@@ -57,11 +57,15 @@ class PeerLink:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """The link to one worker; ``opening`` is held while it is dialled, for which no other worker waits."""
+    """The link to one worker; ``opening`` is held while it is dialled, for which no other worker waits.
+
+    It let a caller wait in vain, and is not called until ``silent_until_s``.
+    """
 
     opening: threading.Lock = field(default_factory=threading.Lock)
     num_waiting: int = 0
     link: PeerLink | None = None
+    silent_until_s: float = float("-inf")
 
 
 def link_of(peer: KvSource | PrefixHolder) -> str:
@@ -81,7 +85,6 @@ class PeerLinks:
         self._clock = clock
         self._lock = threading.Lock()  # never held while waiting for a peer
         self._places: dict[str, _Place] = {}
-        self._silent_until_s: dict[str, float] = {}
         self._closed = False
 
     def use(self, instance: str, use: Callable[[PeerLink], _T]) -> _T:
@@ -94,7 +97,7 @@ class PeerLinks:
             return self._use_latest(instance, use)
         except (DeadlineExceeded, PeerSilent):
             with self._lock:
-                self._silent_until_s[instance] = self._clock.now_s() + SILENT_PAUSE_S
+                self._places.setdefault(instance, _Place()).silent_until_s = self._clock.now_s() + SILENT_PAUSE_S
             raise
 
     def use_open(self, instance: str, use: Callable[[PeerLink], None]) -> None:
@@ -131,7 +134,7 @@ class PeerLinks:
         """Return the link to ``instance``, for one more reader, and whether it was opened for it."""
         with self._lock:
             if self._closed:
-                raise NodeUnavailable("this worker reads from no other any more")
+                raise NodeUnavailable("this worker is shutting down and reads no other worker's KV")
             place = self._places.setdefault(instance, _Place())
             place.num_waiting += 1
             stale = self._take_stale()
@@ -139,7 +142,10 @@ class PeerLinks:
         try:
             with place.opening:
                 with self._lock:
-                    self._refuse_silent(instance)
+                    if self._clock.now_s() < place.silent_until_s:
+                        raise NodeUnavailable(
+                            f"worker {instance} did not answer a moment ago; no call for {SILENT_PAUSE_S:g} s"
+                        )
                     if (known := self._lend(place.link)) is not None:
                         return known, False
                 fresh = self._open(instance)
@@ -152,15 +158,6 @@ class PeerLinks:
         finally:
             with self._lock:
                 place.num_waiting -= 1
-
-    def _refuse_silent(self, instance: str) -> None:
-        """Raise NodeUnavailable if the worker has just let a caller wait."""
-        until_s = self._silent_until_s.get(instance)
-        if until_s is None:
-            return
-        if self._clock.now_s() < until_s:
-            raise NodeUnavailable(f"worker {instance} did not answer a moment ago")
-        del self._silent_until_s[instance]
 
     def _lend(self, link: PeerLink | None) -> PeerLink | None:
         if link is None or not link.usable:
@@ -188,14 +185,13 @@ class PeerLinks:
         """Forget links of workers that are gone, and those long unused."""
         now_s = self._clock.now_s()
         since_s = now_s - MAX_IDLE_S
-        self._silent_until_s = {name: until_s for name, until_s in self._silent_until_s.items() if until_s > now_s}
         stale: list[PeerLink] = []
         for instance, place in list(self._places.items()):
             link = place.link
             if link is not None and link.num_readers == 0 and (not link.usable or link.used_at_s < since_s):
                 stale += self._drop(link)
                 place.link = None
-            if place.link is None and place.num_waiting == 0:
+            if place.link is None and place.num_waiting == 0 and place.silent_until_s <= now_s:
                 del self._places[instance]
         return stale
 

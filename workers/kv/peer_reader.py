@@ -12,7 +12,7 @@ import xxhash
 
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import ChecksumMismatch, Overloaded, TanghuluError
-from tanghulu.rpc.fast_client import Call, Reply
+from tanghulu.rpc.fast_client import Call
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
@@ -82,25 +82,6 @@ class _Pin(NamedTuple):
     export_id: int = 0
 
 
-class _Shown(NamedTuple):
-    """Blocks shown by a peer at once, leading ones of the request, and the error in place of the next, if any.
-
-    ``unused``: exports with pins behind that one. ``made``: exports made by the pins.
-    """
-
-    blocks: list[ExportedBlock]
-    error: TanghuluError | None
-    unused: list[int]
-    made: list[int]
-
-
-class _Arrived(NamedTuple):
-    """Result of one turn: leading whole blocks, and whether the peer may show more."""
-
-    num_whole: int
-    goes_on: bool
-
-
 class PeerReader:
     """Reads of other workers' exports and cached prefixes.
 
@@ -129,7 +110,7 @@ class PeerReader:
         """
         turn_blocks = max(1, TURN_BYTES // len(buffers[0])) if buffers else 0
 
-        def read(at: int) -> _Arrived:
+        def read(at: int) -> int:
             wanted = buffers[at : at + turn_blocks]
             pins = [self._pin(part) for part in cut(parts, at, len(wanted))]
             return self._links.use(link_of(parts[0].peer), lambda link: self._read(link, pins, wanted, DEADLINE_S))
@@ -148,7 +129,7 @@ class PeerReader:
         Overloaded.
         """
 
-        def read(at: int) -> _Arrived:
+        def read(at: int) -> int:
             request = PrefixPinRequest(hashes[at:], self._fingerprint)
             pin = _Pin(PREFIX_PIN.call(request), len(buffers) - at)
             return self._links.use(
@@ -157,23 +138,37 @@ class PeerReader:
 
         return _in_turns(read, len(buffers))
 
-    def _read(self, link: PeerLink, pins: Sequence[_Pin], buffers: Sequence[memoryview], deadline_s: float) -> _Arrived:
-        """Pin, copy and verify the blocks that the peer shows at once; an export made by a pin is released."""
-        outcomes = link.connection.call_many([pin.call for pin in pins], deadline_s=deadline_s)
-        shown = _shown(pins, outcomes)
-        for export_id in shown.unused:
-            _release(link, export_id, 0, keep=True)
-        if shown.error is not None and not shown.blocks:
-            raise shown.error
+    def _read(self, link: PeerLink, pins: Sequence[_Pin], buffers: Sequence[memoryview], deadline_s: float) -> int:
+        """Pin, copy and verify the blocks that the peer shows at once; return the number of leading whole ones.
+
+        Blocks behind a pin that fell short are released unread, as is an export made by a pin.
+        """
+        blocks, made, error, is_whole = list[ExportedBlock](), list[int](), None, True
+        for pin, outcome in zip(
+            pins, link.connection.call_many([p.call for p in pins], deadline_s=deadline_s), strict=True
+        ):
+            if isinstance(outcome, TanghuluError):
+                error, is_whole = error or outcome, False
+                continue
+            shown = outcome.message.blocks[: pin.num_blocks]
+            if is_whole:
+                blocks += shown
+            elif shown:
+                _release(link, pin.export_id, 0, keep=True)
+            if outcome.message.export_id:
+                made.append(outcome.message.export_id)
+            is_whole = is_whole and len(shown) == pin.num_blocks
+        if error is not None and not blocks:
+            raise error
         num_whole = 0
         try:
-            self._transfer(link, shown.blocks, buffers, deadline_s)
-            num_whole = _count_whole(shown.blocks, buffers)
+            self._transfer(link, blocks, buffers, deadline_s)
+            num_whole = _count_whole(blocks, buffers)
         finally:
-            wipe(buffers[num_whole : len(shown.blocks)])
-            for export_id in shown.made:
+            wipe(buffers[num_whole : len(blocks)])
+            for export_id in made:
                 self._release_prefix(link, export_id, num_whole * len(buffers[0]))
-        return _Arrived(num_whole, bool(shown.blocks) and num_whole == len(shown.blocks) and shown.error is None)
+        return num_whole
 
     @contextlib.contextmanager
     def watch(self, peer: KvSource) -> Iterator[Watch]:
@@ -201,13 +196,13 @@ class PeerReader:
         the export; nothing is sent if the session of the reads is gone.
         """
 
-        def tell(link: PeerLink) -> None:
+        def send(link: PeerLink) -> None:
             _release(link, peer.export_id, bytes_read, keep=keep)
 
         if keep:
-            self._links.use_open(link_of(peer), tell)
+            self._links.use_open(link_of(peer), send)
         else:
-            self._links.use(link_of(peer), tell)
+            self._links.use(link_of(peer), send)
 
     def _transfer(
         self,
@@ -257,43 +252,24 @@ def _release(link: PeerLink, export_id: int, bytes_read: int, *, keep: bool = Fa
     link.connection.post(EXPORT_RELEASE.call(request), deadline_s=deadline_s)  # a lost one ends by its time limit
 
 
-def _shown(pins: Sequence[_Pin], outcomes: Sequence[Reply[ExportPinReply] | TanghuluError]) -> _Shown:
-    """See `_Shown`."""
-    shown, whole = _Shown([], None, [], []), True
-    for pin, outcome in zip(pins, outcomes, strict=True):
-        if isinstance(outcome, TanghuluError):
-            shown = shown._replace(error=shown.error or outcome)
-            whole = False
-            continue
-        blocks = outcome.message.blocks[: pin.num_blocks]
-        if whole:
-            shown.blocks.extend(blocks)
-        elif blocks:
-            shown.unused.append(pin.export_id)
-        if outcome.message.export_id:
-            shown.made.append(outcome.message.export_id)
-        whole = whole and len(blocks) == pin.num_blocks
-    return shown
-
-
-def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
-    """Call ``read`` until ``count`` blocks arrived or a turn failed or fell short of those shown; return the count."""
+def _in_turns(read: Callable[[int], int], count: int) -> int:
+    """Call ``read`` until ``count`` blocks arrived, or a turn failed or brought none; return the number of blocks."""
     num_ok = 0
     while num_ok < count:
         try:
-            arrived = _asked_twice(read, num_ok)
+            arrived = _read_or_retry(read, num_ok)
         except TanghuluError as error:
             if num_ok == 0:
                 raise
             _log.warning("export.ended_early", num_blocks=num_ok, code=error.code, error=error.message)
             break
-        num_ok += arrived.num_whole
-        if not arrived.goes_on:
+        if not arrived:
             break
+        num_ok += arrived
     return num_ok
 
 
-def _asked_twice(read: Callable[[int], _Arrived], at: int) -> _Arrived:
+def _read_or_retry(read: Callable[[int], int], at: int) -> int:
     try:
         return read(at)
     except Overloaded:
@@ -308,6 +284,8 @@ def _count_whole(blocks: Sequence[ExportedBlock], buffers: Sequence[memoryview])
         parts = [xxhash.xxh3_64_intdigest(buffer[i : i + step]) for i in range(0, len(buffer), step)]
         if parts != list(block.checksums):
             if count == 0:
-                raise ChecksumMismatch("the first exported block did not arrive as it was sent")
+                raise ChecksumMismatch(
+                    "the first exported block arrived with a wrong checksum; compute the prompt instead"
+                )
             return count
     return len(blocks)

@@ -62,11 +62,16 @@ MAX_WATCH_S = 1.0
 
 
 class KvIdentity(NamedTuple):
-    """Identity of exported KV: this worker, this run of its process, and the fingerprint that readers must present."""
+    """Identity of exported KV: this worker, this run of its process, and the fingerprint that readers must present.
+
+    Readers connect to ``address``, or on this host to ``unix_path``.
+    """
 
     instance_id: InstanceId
     generation: int
     fingerprint: Fingerprint
+    address: str = ""
+    unix_path: str = ""
 
 
 class PeerServer:
@@ -97,7 +102,6 @@ class PeerServer:
         self._shown = ShownBlocks(window, layout.layer_bytes, layout.block_bytes)
         self._closed = False
         self._segment: SegmentServer
-        self.address, self.unix_path = "", ""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -140,14 +144,8 @@ class PeerServer:
 
     def _source(self, export: Export) -> KvSource:
         self._metrics.exports.set(len(self._exports))
-        return KvSource(
-            self._identity.instance_id,
-            self.address,
-            self.unix_path,
-            export.export_id,
-            export.kv.num_tokens,
-            host_id(),
-        )
+        own, kv = self._identity, export.kv
+        return KvSource(own.instance_id, own.address, own.unix_path, export.export_id, kv.num_tokens, host_id())
 
     def release(self, export_id: int) -> None:
         """Release the export: no worker will fetch it (any more)."""
@@ -180,13 +178,13 @@ class PeerServer:
             self.idle.set()
 
     def _give_back(self, name: RequestId) -> None:
-        self._engine.post_lazily(lambda core: core.release_export(name))
+        self._engine.post_lazily(lambda core: core.exports.release(name))
 
     # --- calls of peers
 
     def _hello(self, peer: Peer, request: SegmentHello, _: memoryview) -> SegmentWelcome:
         if peer.state is not None:
-            raise InvalidRequest("a connection says hello once")
+            raise InvalidRequest("this connection has already sent HELLO; send it once")
         session_id = next(self._session_ids)
         may_map = peer.is_unix and request.wants_shm and request.host_id == host_id()
         session = self._access.open_session(session_id, peer.pid if may_map else None)
@@ -220,12 +218,13 @@ class PeerServer:
         self._require_known(peer, request.fingerprint)
         if len(self._prefixes) >= MAX_PREFIXES:
             raise Overloaded(
-                f"{MAX_PREFIXES} prefixes of {self._identity.instance_id} are being read; ask the store, or later"
+                f"{MAX_PREFIXES} prefixes of {self._identity.instance_id} are being read, the maximum; "
+                "load from the store, or retry"
             )
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
         try:
-            kv = await self._engine.call(lambda core: core.export_prefix(name, request.block_hashes))
+            kv = await self._engine.call(lambda core: core.exports.export_prefix(name, request.block_hashes))
         except asyncio.CancelledError:  # the reader disconnected; the engine may hold the blocks, now or soon
             self._prefixes.remove(name)
             self._give_back(name)
@@ -245,7 +244,7 @@ class PeerServer:
 
     def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
         if peer.state is None:
-            raise InvalidRequest("say hello before you pin an export")
+            raise InvalidRequest("send HELLO before other calls")
         own = self._identity
         if fingerprint != own.fingerprint:
             raise InvalidRequest(
@@ -256,7 +255,7 @@ class PeerServer:
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> ExportPinReply:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if self._closed:
-            raise NodeUnavailable(f"worker {self._identity.instance_id} stops: compute the prompt, or ask another")
+            raise NodeUnavailable(f"worker {self._identity.instance_id} is shutting down; compute the prompt instead")
         if not block_ids:
             return ExportPinReply()
         offsets = self._window.take(block_ids)
@@ -306,7 +305,7 @@ SHARED_BYTES = 8 << 20
 Checksums = list[list[int]]
 
 
-class _Asked(NamedTuple):
+class _Pins(NamedTuple):
     """Blocks, held meanwhile, the offsets at which to read them, and the future of their checksums."""
 
     block_ids: Sequence[int]
@@ -321,16 +320,16 @@ class ShownBlocks:
         self._window = window
         self._layer_bytes = layer_bytes
         self._block_bytes = block_bytes
-        self._asked: list[_Asked] = []
+        self._waiting: list[_Pins] = []
         self._showing: set[asyncio.Future[None]] = set()
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> asyncio.Future[Checksums]:
         """Bring the blocks to their ``offsets``, even if the waiter is cancelled; return their checksums."""
         loop = asyncio.get_running_loop()
-        if not self._asked:
+        if not self._waiting:
             loop.call_soon(self._begin)
         shown: asyncio.Future[Checksums] = loop.create_future()
-        self._asked.append(_Asked(block_ids, offsets, shown))
+        self._waiting.append(_Pins(block_ids, offsets, shown))
         return shown
 
     async def close(self) -> None:
@@ -344,11 +343,11 @@ class ShownBlocks:
             self._showing.add(task)
             task.add_done_callback(self._showing.discard)
 
-    def _shares(self) -> Iterator[list[_Asked]]:
+    def _shares(self) -> Iterator[list[_Pins]]:
         """Return the pins since the last turn of the loop, in the parts that a thread shows at a time."""
-        share: list[_Asked] = []
+        share: list[_Pins] = []
         num_free = max_blocks = SHARED_BYTES // self._block_bytes
-        for each in self._asked:
+        for each in self._waiting:
             if share and len(each.block_ids) > num_free:
                 yield share
                 share, num_free = [], max_blocks
@@ -356,9 +355,9 @@ class ShownBlocks:
             num_free -= len(each.block_ids)
         if share:
             yield share
-        self._asked.clear()
+        self._waiting.clear()
 
-    async def _show(self, together: list[_Asked]) -> None:
+    async def _show(self, together: list[_Pins]) -> None:
         results = await asyncio.to_thread(lambda: [self._checksums(each) for each in together])
         for each, result in zip(together, results, strict=True):
             if each.shown.done():  # the waiter was cancelled
@@ -368,11 +367,11 @@ class ShownBlocks:
             else:
                 each.shown.set_result(result)
 
-    def _checksums(self, asked: _Asked) -> Checksums | Exception:
+    def _checksums(self, pins: _Pins) -> Checksums | Exception:
         """Show the blocks, in a thread. They are held, so their bytes stay."""
         step = self._layer_bytes
         try:
-            views = self._window.show(asked.block_ids, asked.offsets)
+            views = self._window.show(pins.block_ids, pins.offsets)
             return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
         except Exception as error:  # noqa: BLE001 - raised where the pin waits; the others of its group are shown
             return error

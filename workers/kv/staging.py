@@ -10,7 +10,7 @@ workers lie in the segment offered to them, cut into slots of a block each, for 
 slot is free again when its copy has ended and its reader has gone, whichever comes last.
 
 No copy waits for the device's computation: a step has been computed before its blocks are committed, and a block is
-given to a transfer only when no step uses it (`compute.device_runner`).
+given to a transfer only when no step uses it (`compute.runners`).
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class StagedWindow:
         if not slots:
             raise Overloaded(
                 f"all {self.slots.num_slots} blocks of pinned memory are being read by other workers; "
-                "compute the prompt, or ask later; --kv-staging gives more"
+                "compute the prompt, retry later, or raise --kv-staging"
             )
         return [slot * self._blocks.block_bytes for slot in slots]
 
@@ -232,14 +232,17 @@ class StagedWindow:
 
 
 class DeviceStaging:
-    """`KvStaging` for a cache on ``device``; raises ConfigError if ``staging_bytes`` are too few."""
+    """Pinned memory through which the blocks of a cache on ``device`` go to and from the outside.
+
+    Raises ConfigError if ``staging_bytes`` are too few. Other workers read a segment of ``segment_bytes``.
+    """
 
     def __init__(self, layout: KvLayout, device: torch.device, staging_bytes: int) -> None:
         least = _MIN_BLOCKS * layout.block_bytes
         if staging_bytes < least:
             raise ConfigError(
-                f"--kv-staging {format_size(staging_bytes)} is too little for blocks of "
-                f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and what others read take {format_size(least)}"
+                f"--kv-staging {format_size(staging_bytes)} is too small for blocks of "
+                f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and exports need {format_size(least)}"
             )
         self._device = device
         self._ring_bytes = staging_bytes // 2 // NUM_RINGS
@@ -247,7 +250,10 @@ class DeviceStaging:
         self.segment_bytes = staging_bytes // 2 // layout.block_bytes * layout.block_bytes
 
     def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
-        """Pin ``segment`` and the rings; raises NodeUnavailable if the driver refuses."""
+        """Make the ports of the runner's cache and the ranks'; other workers read ``segment``.
+
+        Pins it and the rings; raises NodeUnavailable if the driver refuses.
+        """
         cache = runner.cache
         assert isinstance(cache, DeviceKvCache)
         others = [] if ranks is None else ranks.open_caches(cache.num_blocks)
@@ -260,6 +266,7 @@ class DeviceStaging:
         return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
 
     def close(self) -> None:
+        """Unpin; call it before the segment is closed."""
         if self._unpin is not None:
             torch.cuda.synchronize(self._device)  # a copy for a departed reader may still be under way
             self._unpin()

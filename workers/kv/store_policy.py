@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tanghulu.types import BlockHash
-from tanghulu.workers.engine.step_plan import CommittedBlock
+from tanghulu.workers.engine.step import CommittedBlock
 
 #: Hashes whose first use is remembered: 64 tokens each, so 4 million tokens; about 10 MB.
 MAX_REMEMBERED = 65_536

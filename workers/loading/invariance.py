@@ -19,7 +19,7 @@ from tanghulu.workers.compute.attention.invariant import KEY_SPAN
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.lanes import LanedForward
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 
 _BLOCK_TOKENS = 16
@@ -44,8 +44,8 @@ def require_invariance(model: Model, num_threads: int, kv_dtype: str) -> bytes:
             first = first or answer
             if not all(map(torch.equal, first, answer)):
                 raise ConfigError(
-                    f"--batch-invariant: kernels of this {model.device.type} with torch {torch.__version__} give other "
-                    f"bits {name} than alone at once; choose another --dtype or --device, or leave the option out"
+                    f"--batch-invariant: torch {torch.__version__} on this {model.device.type} computes other bits "
+                    f"{name} than alone at once; use another --dtype or --device, or drop the option"
                 )
     finally:
         torch.set_num_threads(threads)

@@ -12,29 +12,25 @@ import structlog
 import torch
 
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
-from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.invariant import InvariantAttention
-from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.kv_cache import gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
-from tanghulu.workers.compute.models.registry import dtype_name, kv_dtype_name, load_model, pick_dtype
-from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
+from tanghulu.workers.compute.models.model import dtype_name, kv_dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.shard import WHOLE, Shard, join, require_split
+from tanghulu.workers.compute.runners import DeviceRunner, ProfiledRunner, ThreadedRunner, TorchRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
-from tanghulu.workers.weights.fingerprint import fingerprint
-from tanghulu.workers.weights.source import resolve_model
+from tanghulu.workers.weights.source import fingerprint, resolve_model
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 
 if TYPE_CHECKING:
-    from tanghulu.workers.compute.models.registry import Model
+    from tanghulu.workers.compute.models.model import Model
     from tanghulu.workers.config import WorkerConfig
     from tanghulu.workers.engine.engine import ModelRunner
     from tanghulu.workers.weights.source import ModelSource
@@ -86,7 +82,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     placed = _fit(config, source, layout, placed)
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
     torch.set_num_threads(threads)
-    model, ranks = _load_shards(config, source, placed, threads, progress)
+    model, ranks = _load_shards(config, source, layout, placed, threads, progress)
     name = fingerprint(
         source,
         dtype=layout.dtype,
@@ -97,7 +93,11 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     )
 
     def make_runner(buffer: memoryview) -> ModelRunner:
-        runner = _make_runner(config, model, layout, ranks, None if placed.on_gpu else buffer)
+        announce = None if ranks is None else ranks.send
+        if placed.on_gpu:
+            runner: ModelRunner = DeviceRunner(model, layout, num_blocks, announce, graphs=config.graphs)
+        else:
+            runner = TorchRunner(model, layout, layout.num_blocks_in(buffer.nbytes), buffer, announce)
         seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
         return ThreadedRunner(seen, threads) if threads > 1 and ranks is None and not placed.on_gpu else seen
 
@@ -121,32 +121,6 @@ def _fit(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _P
     )
     plan.require(available)
     return placed
-
-
-def _make_runner(
-    config: WorkerConfig, model: Model, layout: KvLayout, ranks: RankProcesses | None, buffer: memoryview | None
-) -> ModelRunner:
-    """Make the runner over a cache in ``buffer``, or without one in memory of the model's device."""
-    announce = None if ranks is None else ranks.send
-    if buffer is not None:
-        return TorchRunner(
-            model,
-            block_tokens=config.block_tokens,
-            kv_dtype=config.kv_dtype,
-            kv_capacity_bytes=buffer.nbytes,
-            cache_buffer=buffer,
-            num_parts=config.tp,
-            announce=announce,
-        )
-    return DeviceRunner(
-        model,
-        block_tokens=config.block_tokens,
-        kv_dtype=config.kv_dtype,
-        num_blocks=layout.num_blocks_in(config.kv_memory),
-        graphs=config.graphs,
-        num_parts=config.tp,
-        announce=announce,
-    )
 
 
 def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> MemoryPlan:
@@ -176,7 +150,12 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
 
 
 def _load_shards(
-    config: WorkerConfig, source: ModelSource, placed: _Placement, threads: int, progress: Callable[[float], None]
+    config: WorkerConfig,
+    source: ModelSource,
+    layout: KvLayout,
+    placed: _Placement,
+    threads: int,
+    progress: Callable[[float], None],
 ) -> tuple[Model, RankProcesses | None]:
     """Load rank 0's share here and the others' in processes of their own, all in one group."""
     device, attention, arithmetic = placed.device, placed.attention, placed.arithmetic
@@ -186,23 +165,8 @@ def _load_shards(
 
     if config.tp == 1:
         return load_shard(WHOLE), None
-    from tanghulu.workers.ranks.group import join
-
-    ranks = RankProcesses(
-        RankTask(
-            config.model,
-            config.dtype,
-            config.block_tokens,
-            config.tp,
-            threads,
-            str(device),
-            config.attention,
-            in_one_form=len(placed.arithmetic.dtypes) == 1,
-            lora=config.lora,
-            kv_dtype=config.kv_dtype,
-            max_context=source.config.max_context,
-        )
-    )
+    task = RankTask(config.model, layout, placed.dtype, arithmetic, threads, device, config.attention, config.lora)
+    ranks = RankProcesses(replace(task, max_context=source.config.max_context))
     try:
         model = load_shard(Shard(0, config.tp))
         ranks.wait_loaded()

@@ -29,9 +29,9 @@ import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.types import Fingerprint
-from tanghulu.workers.engine.engine import Computed, ModelRunner
+from tanghulu.workers.engine.engine import Computed, ModelRunner, WrappedRunner
 from tanghulu.workers.engine.kv_layout import ITEM_BYTES, KvLayout
-from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
+from tanghulu.workers.engine.step import ScheduledRun, StepPlan
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.runner import TIMINGS, MockRunner
 from tanghulu.workers.weights.fields import read_json
@@ -123,15 +123,13 @@ def _fingerprint(assets: TokenizerAssets, layout: KvLayout) -> Fingerprint:
     return Fingerprint(xxhash.xxh3_128_digest(b"mock/1" + shape + assets.tokenizer_json))
 
 
-class HoldingRunner:
-    """A `ModelRunner` around ``runner`` whose steps wait while a file in ``folder`` holds them."""
+class HoldingRunner(WrappedRunner):
+    """Steps of ``runner`` wait while a file in ``folder`` holds them."""
 
     def __init__(self, runner: ModelRunner, folder: Path, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._folder = folder
         self._sleep = sleep
-        self.layout, self.cache = runner.layout, runner.cache
-        self.vocab, self.max_context = runner.vocab, runner.max_context
 
     def run(self, plan: StepPlan) -> Computed:
         """Run the step, at once or when its hold is gone."""

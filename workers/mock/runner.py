@@ -31,10 +31,8 @@ import xxhash
 from tanghulu.session.outputs import TokenLogprobs
 from tanghulu.workers.engine.engine import Computed
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.step import PromptScoreArrays, Sampled, ScheduledRun, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +150,8 @@ class MockRunner:
 
     def _sample(self, requests: Sequence[EngineRequest]) -> Sampled:
         tokens = [self._token(request) for request in requests]
-        asked = [request.sampling.num_logprobs is not None for request in requests]
-        if not any(asked):
+        has_logprobs = [request.sampling.num_logprobs is not None for request in requests]
+        if not any(has_logprobs):
             return Sampled(tokens, [None] * len(tokens))
         return Sampled(tokens, [self._logprobs(r, token) for r, token in zip(requests, tokens, strict=True)])
 
@@ -178,10 +176,10 @@ class MockRunner:
 
     def _scores(self, plan: StepPlan) -> tuple[PromptScoreArrays, ...]:
         """Return the scores due for the plan's runs, of the same distribution."""
-        owing = [run for run in plan.runs if run.request.scoring is not None]
-        found = [scores for run in owing if (scores := PromptScoreArrays.of(run, len(self._text_ids))) is not None]
+        scored = [run for run in plan.runs if run.request.scoring is not None]
+        found = [scores for run in scored if (scores := PromptScoreArrays.of(run, len(self._text_ids))) is not None]
         for scores in found:
-            for values in (scores.logprobs, scores.top_logprobs, scores.asked_logprobs):
+            for values in (scores.logprobs, scores.top_logprobs, scores.named_logprobs):
                 values.fill(self._logprob)
             scores.ranks.fill(1)
             scores.top_ids[:] = self._text_ids[: scores.num_top]

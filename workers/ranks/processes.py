@@ -28,28 +28,30 @@ from tanghulu.workers.weights.fields import MAX_COUNT
 if TYPE_CHECKING:
     import torch
 
+    from tanghulu.workers.compute.linear import Arithmetic
+    from tanghulu.workers.engine.kv_layout import KvLayout
+
 _START_S = 180.0
 _END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """Everything a rank needs to load its share. Names are as on the command line; ``threads`` is per rank.
+    """Everything a rank needs to load its share of ``model``; ``threads`` is per rank.
 
-    With ``device`` a GPU, the first of the ranks', each rank takes the one at its own offset from it. ``in_one_form``
-    as `linear.Arithmetic.in_one_form`: all ranks multiply alike.
+    ``dtype`` is the type of the weights, ``layout`` that of a cache with a part for each rank. ``model``, ``lora`` and
+    ``attention`` are as on the command line. With ``device`` a GPU, the first of the ranks', each rank takes the one at
+    its own offset from it.
     """
 
     model: str
-    dtype: str
-    block_tokens: int
-    size: int
+    layout: KvLayout
+    dtype: torch.dtype
+    arithmetic: Arithmetic
     threads: int
-    device: str = "cpu"
+    device: torch.device
     attention: str = "auto"
-    in_one_form: bool = False
     lora: str = ""
-    kv_dtype: str = "auto"
     max_context: int = MAX_COUNT
     rank: int = 0
     meeting_file: str = ""
@@ -60,12 +62,12 @@ class RankProcesses:
 
     def __init__(self, first: RankTask) -> None:
         """Start the processes with the task of rank 0 as their own; they load the model while the caller does."""
-        self.size = first.size
+        self.size = first.layout.num_parts
         self._folder = tempfile.mkdtemp(prefix="tanghulu-tp-")
         self.meeting_file = os.path.join(self._folder, "meeting")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        for rank in range(1, first.size):
+        for rank in range(1, self.size):
             self._start(replace(first, rank=rank, meeting_file=self.meeting_file))
 
     def _start(self, task: RankTask) -> None:

@@ -1,59 +1,193 @@
-"""Interface of sessions to an engine: ``EngineThread`` for ours, ``VllmEngine`` for vLLM's.
-
-All of it is called in the process's event loop, as are the functions passed in, in one order with the reports: the
-content of a snapshot was reported before it, and nothing reported after it is in it.
-"""
+"""The port of a worker of any engine: sessions of conductors, and the calls beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
-from tanghulu.errors import TanghuluError
-from tanghulu.hashing import TokenSequence
-from tanghulu.session.messages import PullAhead, Submit
-from tanghulu.session.outputs import KvSource
-from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.thread import EngineLoad
+import structlog
 
-RequestT = TypeVar("RequestT")
-RequestIn = TypeVar("RequestIn", contravariant=True)
-RequestOut = TypeVar("RequestOut", covariant=True)
-#: The cached blocks, the load, and unreported events that the blocks already contain.
-TakesSnapshot = Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]
+from tanghulu.auth.tokens import TokensFile
+from tanghulu.discovery.base import Discovery, Instance
+from tanghulu.discovery.entering import enter
+from tanghulu.discovery.open import HELP as DISCOVERY_HELP
+from tanghulu.rpc.authorizer import Authorizer
+from tanghulu.rpc.fast_port import FastPort
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.methods import END, EndReply, EndRequest
+from tanghulu.runtime.config import option
+from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
+from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.runtime.tasks import beside
+from tanghulu.session.messages import (
+    DESCRIBE,
+    DROP_CACHE,
+    PROBE,
+    DescribeRequest,
+    DropCacheReply,
+    DropCacheRequest,
+    ProbeReply,
+    ProbeRequest,
+)
+from tanghulu.session.model_card import ModelCard
+from tanghulu.types import Address
+from tanghulu.workers.sessions.health import EngineBeats
+from tanghulu.workers.sessions.server import SessionHub
+
+_log = structlog.get_logger(__name__)
+_MAX_PROBE_S = 300.0
 
 
-class Beating(Protocol):
-    """An engine that can give a sign of life."""
+class WorkerCalls:
+    """Answers the calls.
 
-    def beat(self) -> None:
-        """Request a report from the engine, whether there is work or not."""
+    ``drop_cached`` returns the number of forgotten blocks, ``probe`` takes a deadline and returns the seconds to a
+    token; both raise typed errors; ``end`` ends the process in order.
+    """
 
-
-class SessionEngine(Beating, Protocol[RequestIn]):
-    """An engine to which sessions give requests."""
-
-    def submit(
-        self, request: RequestIn, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
+    def __init__(
+        self,
+        card: ModelCard,
+        drop_cached: Callable[[], Awaitable[int]],
+        probe: Callable[[float], Awaitable[float]],
+        end: Callable[[], EndReply],
     ) -> None:
-        """Begin; then call ``added`` with the number of requests taken by the engine, or ``refused``."""
+        self._card = card
+        self._drop_cached = drop_cached
+        self._probe = probe
+        self._end = end
 
-    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
-        """Begin to fetch the KV of a prompt that another worker computes; ``abort`` of ``name`` ends that."""
+    def serve(self, service: FastService) -> None:
+        """Answer the calls arriving at ``service``."""
+        service.register(DESCRIBE, self._describe)
+        service.register(DROP_CACHE, self._drop)
+        service.register(PROBE, self._probe_engine)
+        service.register(END, self._end_process)
 
-    def abort(self, request_id: RequestId) -> None:
-        """End a request or a fetch, which may have ended already."""
+    def _describe(self, peer: Peer, request: DescribeRequest, _: memoryview) -> ModelCard:
+        return self._card
 
-    def snapshot(self, take: TakesSnapshot) -> None:
-        """Give ``take`` the blocks that a prompt would find."""
+    async def _drop(self, peer: Peer, request: DropCacheRequest, _: memoryview) -> DropCacheReply:
+        return DropCacheReply(await self._drop_cached())
+
+    async def _probe_engine(self, peer: Peer, request: ProbeRequest, _: memoryview) -> ProbeReply:
+        return ProbeReply(await self._probe(min(request.deadline_s, _MAX_PROBE_S)))
+
+    def _end_process(self, peer: Peer, request: EndRequest, _: memoryview) -> EndReply:
+        _log.info("worker.end_requested")
+        return self._end()
 
 
-class MakesRequests(Protocol[RequestOut]):
-    """Makes an engine's requests from messages."""
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions(SecretOptions, MasterOptions, PortOptions, ProcessConfig):
+    """The options of every worker, whatever its engine."""
 
-    def request(self, submit: Submit) -> RequestOut:
-        """Return the request described by ``submit``; raises InvalidRequest if it is not valid."""
+    port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
+    discovery: str = option("master", DISCOVERY_HELP)
+    store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    grace_s: float = option(
+        10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
+    )
 
-    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
-        """Return the prompt named by ``pull``, and where its KV is computed; raises InvalidRequest if impossible."""
+
+class SessionWorker(ABC):
+    """A worker with its port, an async context manager; its engine is the subclass's."""
+
+    def __init__(self, process: Process, config: SessionOptions, model_name: str) -> None:
+        self._process = process
+        self._options = config
+        self._secret = config.shared_secret()
+        self._service = FastService(max_connections=config.max_connections)
+        self._stack = contextlib.AsyncExitStack()
+        self._hub: SessionHub[Any]
+        self._beats: EngineBeats
+        self.model_name = model_name
+        self.address = Address("", 0)
+        self.unix_path = ""
+        self.instance_id = process.instance_id(config.port)
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @abstractmethod
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start all parts, which ``stack`` closes in reverse: bind the port, set hub and beats, open the port last."""
+
+    async def _bind(self) -> FastPort:
+        """Bind the port, whose address names the worker; nothing is served before `_open`."""
+        config, process = self._options, self._process
+        self._tls = config.server_tls()
+        self._tokens = None if config.tokens is None else TokensFile(config.tokens)
+        port = FastPort(self._service, process.run_dir, "worker", self._tls)
+        self.address = await port.bind(config.host, config.port, config.reachable_host)
+        self.unix_path = port.unix_path
+        self.instance_id = process.instance_id(self.address.port)
+        if self._tokens is not None:
+            at = Address(config.host, self.address.port)
+            self._tokens.answer_at(self.address, at, unix_path=port.unix_path)
+        return port
+
+    async def _open(self, stack: contextlib.AsyncExitStack, port: FastPort, calls: WorkerCalls) -> None:
+        """Serve sessions and ``calls`` to those who may, and keep the engine's heart beating."""
+        self._hub.serve(self._service)
+        calls.serve(self._service)
+        if self._tokens is not None:
+            authorizer = Authorizer(self._tokens)
+            authorizer.authorize(self._service)
+            await stack.enter_async_context(beside(authorizer.watch(self._service)))
+        await stack.enter_async_context(beside(self._beats.run()))
+        await port.open()
+        stack.push_async_callback(port.close)
+        stack.callback(self._hub.close)
+
+    @contextlib.asynccontextmanager
+    async def registered(
+        self, discovery: Discovery, attributes: Mapping[str, str]
+    ) -> AsyncIterator[contextlib.AsyncExitStack]:
+        """Register the worker; closing the value ends the registration alone."""
+        process = self._process
+        instance = Instance(
+            id=self.instance_id,
+            role=process.role,
+            address=self.address,
+            namespace=self._options.namespace,
+            metrics_address=process.metrics_address,
+            place=self._options.place,
+            generation=process.generation,
+            unix_path=self.unix_path,
+            attributes={"model": self.model_name, **attributes},
+        )
+        registration = await process.unless_stopping(enter(discovery, instance))
+        async with contextlib.AsyncExitStack() as registered:
+            registered.push_async_callback(registration.close)
+            process.ready(self.instance_id, self.address)
+            yield registered
+
+    async def drain(self) -> None:
+        """Refuse new requests; wait at most ``grace_s`` until those under way have ended."""
+        self._hub.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.grace_s):
+                await self._ended()
+
+    async def _ended(self) -> None:
+        """Return when no work is under way."""
+        await self._hub.idle.wait()
+
+    def _end(self) -> EndReply:
+        """End the process in order, as SIGTERM does."""
+        self._process.stopping.set()
+        return EndReply(num_requests=self._hub.num_requests, grace_s=self._options.grace_s)

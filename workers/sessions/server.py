@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
+from tanghulu.hashing import TokenSequence
 from tanghulu.rpc.fast_server import NO_ANSWER, AnswerStream, FastService, Later, Peer
 from tanghulu.rpc.methods import require_version
 from tanghulu.session.load import PeerRead
@@ -36,10 +37,9 @@ from tanghulu.session.outputs import KvSource, Output, PromptScores
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.exports import KvExport
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.outbox import SessionOutbox
-from tanghulu.workers.sessions.port import MakesRequests, RequestT, SessionEngine
 from tanghulu.workers.sessions.wire import event_messages, score_messages, welcome_message
 
 _log = structlog.get_logger(__name__)
@@ -47,6 +47,45 @@ _log = structlog.get_logger(__name__)
 #: Steps by which a conductor may fall behind before it counts as not reading: its session ends, and it may open
 #: another.
 MAX_UNREAD_STEPS = 4096
+
+
+RequestT = TypeVar("RequestT")
+RequestIn = TypeVar("RequestIn", contravariant=True)
+RequestOut = TypeVar("RequestOut", covariant=True)
+#: The cached blocks, the load, and unreported events that the blocks already contain.
+TakesSnapshot = Callable[[Sequence[BlockHash], EngineLoad, Sequence[KvEvent]], None]
+
+
+class SessionEngine(Protocol[RequestIn]):
+    """An engine to which sessions give requests: ``EngineThread`` is ours, ``VllmEngine`` is vLLM's.
+
+    All is called in the process's event loop, as are the functions passed in, in one order with the reports: the
+    content of a snapshot was reported before it, and nothing reported after it is in it.
+    """
+
+    def submit(
+        self, request: RequestIn, added: Callable[[int], None], refused: Callable[[TanghuluError], None]
+    ) -> None:
+        """Begin; then call ``added`` with the number of requests taken by the engine, or ``refused``."""
+
+    def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> None:
+        """Begin to fetch the KV of a prompt that another worker computes; ``abort`` of ``name`` ends that."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request or a fetch, which may have ended already."""
+
+    def snapshot(self, take: TakesSnapshot) -> None:
+        """Give ``take`` the blocks that a prompt would find."""
+
+
+class MakesRequests(Protocol[RequestOut]):
+    """Makes an engine's requests from messages."""
+
+    def request(self, submit: Submit) -> RequestOut:
+        """Return the request described by ``submit``; raises InvalidRequest if it is not valid."""
+
+    def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
+        """Return the prompt named by ``pull``, and where its KV is computed; raises InvalidRequest if impossible."""
 
 
 @dataclass(eq=False)
@@ -116,7 +155,7 @@ class SessionHub(Generic[RequestT]):
         if session is None:
             hello = message.message
             if not isinstance(hello, SessionHello):
-                raise InvalidRequest("a session begins with a hello")
+                raise InvalidRequest(f"a session must begin with SessionHello, not {type(hello).__name__}")
             require_version(hello.protocol_version, f"conductor {hello.conductor_id}")
             session = self._new_session(peer)
             self._receive(session, message)
@@ -185,7 +224,9 @@ class SessionHub(Generic[RequestT]):
         if self._draining:
             if ahead is not None:
                 self._abort(ahead)
-            self._refuse(session, request_id, Overloaded(f"worker {self._instance_id} is about to end"))
+            self._refuse(
+                session, request_id, Overloaded(f"worker {self._instance_id} is shutting down; use another worker")
+            )
             return
         try:
             request = self._factory.request(submit)

@@ -20,10 +20,9 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.engine.kv_layout import BlockShape
-from tanghulu.workers.engine.probe import PRIORITY
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.sessions.beats import BEAT_S
+from tanghulu.workers.engine.step import PromptScoreArrays
+from tanghulu.workers.sessions.health import BEAT_S, PRIORITY
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 #: Of one message of a prompt's log probabilities.
@@ -100,14 +99,14 @@ class RequestFactory:
         if sampling.grammar is None:
             return None
         if self._grammars is None:
-            raise InvalidRequest("this worker's engine computes no text, so it cannot keep to a grammar")
+            raise InvalidRequest("this worker's engine does not support grammars; use a worker with --engine torch")
         kind, text = sampling.grammar
         return self._grammars.compile(GrammarKind(kind), text)
 
 
 def score_messages(scores: PromptScoreArrays) -> Iterator[PromptScores]:
     """Make the messages of a prompt's log probabilities, none of more than about `MAX_SCORES_BYTES`."""
-    each = 8 + 8 * scores.num_top + 4 * len(scores.asked)
+    each = 8 + 8 * scores.num_top + 4 * len(scores.named)
     most = max(1, MAX_SCORES_BYTES // each)
     for start in range(0, len(scores.targets), most):
         part = scores.part(start, start + most)
@@ -118,7 +117,7 @@ def score_messages(scores: PromptScoreArrays) -> Iterator[PromptScores]:
             part.ranks.astype("<u4").tobytes(),
             part.top_ids.astype("<u4").tobytes(),
             part.top_logprobs.astype("<f4").tobytes(),
-            part.asked_logprobs.astype("<f4").tobytes(),
+            part.named_logprobs.astype("<f4").tobytes(),
         )
 
 

@@ -105,7 +105,7 @@ class Fields:
         """Raise ModelUnsupported unless the key is absent or has one of the values ``computed``."""
         value = self._get(name, _ABSENT)
         if value is not _ABSENT and not any(_same(value, each) for each in computed):
-            raise self._not_computed(self._prefix + name, f"; computed: {', '.join(map(str, computed))}")
+            raise self._not_computed(self._prefix + name, f"; supported: {', '.join(map(str, computed))}")
 
     def section(self, name: str) -> Fields | None:
         """Return the fields of an object; None for null, an empty object or no key."""
@@ -136,7 +136,7 @@ class Fields:
 
     def _not_computed(self, key: str, more: str = "") -> ModelUnsupported:
         return ModelUnsupported(
-            f"{self._where} has {key!r} = {shown(self._values[key])}, which this worker does not compute{more}"
+            f"{self._where} has {key!r} = {shown(self._values[key])}, which this worker does not support{more}"
         )
 
     def _get(self, name: str, default: object) -> Any:
@@ -168,7 +168,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnsupported(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
-        raise ModelUnsupported(f"{path} holds no JSON object")
+        raise ModelUnsupported(f"{path} contains no JSON object")
     return value
 
 

@@ -31,7 +31,8 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: Iterable[str]) -
     architecture = general.text("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
         raise ModelUnsupported(
-            f"architecture {architecture!r} cannot be run; this worker runs {', '.join(GGUF_ARCHITECTURES)} from GGUF"
+            f"architecture {architecture!r} is not supported; this worker runs {', '.join(GGUF_ARCHITECTURES)} from "
+            "GGUF"
         )
     _refuse_general(general, metadata)
     fields, names = Fields(metadata, "GGUF metadata", prefix=f"{architecture}."), frozenset(tensor_names)
@@ -65,7 +66,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: Iterable[str]) -
 
 def _refuse_general(general: Fields, metadata: Mapping[str, Any]) -> None:
     if (count := general.integer("split.count", 1, least=0)) > 1:
-        raise ModelUnsupported(f"this is one GGUF file of {count}; join them (gguf-split --merge)")
+        raise ModelUnsupported(f"the model is split into {count} GGUF files; join them with gguf-split --merge")
     general.only("general.type", "model")
     for namespace in ("adapter.", "clip.", "diffusion."):
         Fields(metadata, "GGUF metadata", namespace).refuse_others()
@@ -97,7 +98,7 @@ def _rope_scaling(fields: Fields) -> RopeScaling:
     older = fields.number("rope.scale_linear", 1.0, least=1)
     factor = fields.number("rope.scaling.factor", older, least=1)
     if kind not in ("none", "linear"):
-        raise ModelUnsupported(f"rope scaling {kind!r} cannot be run; this worker runs none and linear from GGUF")
+        raise ModelUnsupported(f"rope scaling {kind!r} is not supported; this worker runs none and linear from GGUF")
     return RopeScaling() if kind == "none" or factor == 1 else RopeScaling("linear", factor=factor)
 
 

@@ -82,7 +82,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     family = FAMILIES.get(architecture)
     if family is None:
         raise ModelUnsupported(
-            f"architecture {architecture!r} cannot be run; this worker runs {', '.join(FAMILIES)} from safetensors"
+            f"architecture {architecture!r} is not supported; this worker runs {', '.join(FAMILIES)} from safetensors"
         )
     is_gemma = architecture == "gemma3_text"
     read = _gemma(fields, family) if is_gemma else _plain(fields, family)
@@ -170,7 +170,7 @@ def _context(fields: Fields, family: _Family, positions: int) -> int:
         window = None
     kinds = _layer_types(fields)
     if _SLIDING in kinds and window is None:
-        raise fields.unusable("layer_types", "no sliding_window is in use")
+        raise fields.unusable("layer_types", "it names sliding layers, but no sliding_window is set")
     if kinds and _SLIDING not in kinds and family.window_is_optional:
         window = None
     return positions if window is None else min(positions, window)
@@ -188,7 +188,7 @@ def _rope_section(fields: Fields) -> Fields | None:
     """Return the rotary embedding's parameters: ``rope_parameters`` since transformers 5, ``rope_scaling`` before."""
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new is not None and old is not None:
-        raise fields.unusable("rope_scaling", "there is rope_parameters beside it: keep one of them")
+        raise fields.unusable("rope_scaling", "rope_parameters is set, too; keep one of them")
     return new or old
 
 
@@ -211,7 +211,7 @@ def _rope(section: Fields, theta: float, positions: int, *, old_name: bool) -> t
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise section.unusable("high_freq_factor", f"it must be above low_freq_factor {scaling.low_freq_factor}")
     elif kind != "default":
-        raise ModelUnsupported(f"rope scaling {kind!r} cannot be run; this worker runs default, linear and llama3")
+        raise ModelUnsupported(f"rope scaling {kind!r} is not supported; this worker runs default, linear and llama3")
     section.refuse_others()
     return theta, scaling
 
@@ -225,17 +225,17 @@ def _gemma(fields: Fields, family: _Family) -> dict[str, Any]:
     full, own = fields.section("rope_scaling"), None
     if (both := fields.section("rope_parameters")) is not None:
         if full is not None:
-            raise fields.unusable("rope_scaling", "there is rope_parameters beside it: keep one of them")
+            raise fields.unusable("rope_scaling", "rope_parameters is set, too; keep one of them")
         full, own = both.section(_FULL), both.section(_SLIDING)
         both.refuse_others()
     theta, scaling = (theta, RopeScaling()) if full is None else _rope(full, theta, positions, old_name=False)
     local, stretched = (local, RopeScaling()) if own is None else _rope(own, local, positions, old_name=False)
     if stretched != RopeScaling():
-        raise ModelUnsupported(f"rope scaling {stretched.kind!r} in layers with a sliding window cannot be run")
+        raise ModelUnsupported(f"rope scaling {stretched.kind!r} is not supported in layers with a sliding window")
     sliding = frozenset(layer for layer in range(num_layers) if kinds[layer] == _SLIDING)
     window = fields.optional_integer("sliding_window", family.window)
     if sliding and window is None:
-        raise fields.unusable("sliding_window", f"{len(sliding)} layers have a window")
+        raise fields.unusable("sliding_window", f"it must be set: {len(sliding)} layers have a window")
     head_dim = fields.integer("head_dim", family.head_dim)
     return {
         "rope_theta": theta,

@@ -78,7 +78,9 @@ def read_tokenizer(
     with typed_errors(f"cannot read {path}"):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
     if dropout := getattr(tokenizer.model, "dropout", None):
-        raise ModelUnsupported(f"{path} has 'dropout' = {dropout}: a text would have other tokens each time")
+        raise ModelUnsupported(
+            f"{path} has 'dropout' = {dropout}: a text would get other tokens each time; set it to null"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     Fields(config, "tokenizer_config.json").only("split_special_tokens", None, False)
@@ -138,7 +140,7 @@ def _add(tokenizer: Tokenizer, token: AddedToken, number: int | None, vocab: int
 def _number(value: object, where: str) -> int:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if not is_integer(number, 0):
-        raise ModelUnsupported(f"{where} has {shown(value)} in a token id's place")
+        raise ModelUnsupported(f"{where} has {shown(value)} where a token id must be")
     assert isinstance(number, int)
     return number
 

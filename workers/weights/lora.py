@@ -20,7 +20,7 @@ from tanghulu.workers.weights.fields import Fields, names_in, read_json
 if TYPE_CHECKING:
     import torch
 
-    from tanghulu.workers.weights.weight_source import WeightSource
+    from tanghulu.workers.weights.safetensors_dir import WeightSource
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTION = re.compile(r"([A-Za-z0-9][\w.-]{0,63})=(.+)")
@@ -60,7 +60,7 @@ class LoraAdapter:
             return None
         named = _OPTION.fullmatch(option)
         if named is None:
-            raise ConfigError(f"--lora is {option!r}; it must be name=DIR, the name of letters, digits, '.', '_', '-'")
+            raise ConfigError(f"--lora is {option!r}; use name=DIR, with a name of letters, digits, '.', '_' and '-'")
         folder = Path(named[2]).expanduser()
         config = Fields(read_json(folder / _CONFIG), f"the adapter's {_CONFIG}")
         rank, scale = _rank_and_scale(config)
@@ -96,7 +96,7 @@ class LoraAdapter:
             tensor = opened.tensor(name).float()
             if tensor.ndim != 2 or tensor.shape[0 if match[2] == "A" else 1] != self.rank:
                 shape = tuple(tensor.shape)
-                raise ModelUnsupported(f"the adapter's tensor {name!r} is {shape}; the rank is {self.rank}")
+                raise ModelUnsupported(f"the adapter's tensor {name!r} has shape {shape}; the rank is {self.rank}")
             found.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
         incomplete = [name for name, pair in found.items() if len(pair) != 2]
         if incomplete or not found:
@@ -112,7 +112,7 @@ class LoraAdapter:
 
 def _rank_and_scale(config: Fields) -> tuple[int, float]:
     if (kind := config.text("peft_type")) != "LORA":
-        raise ModelUnsupported(f"the adapter is {kind!r}; this worker runs LORA")
+        raise ModelUnsupported(f"the adapter's peft_type is {kind!r}; this worker supports LORA")
     config.only("bias", None, "none")
     config.only("init_lora_weights", *_BASE_UNCHANGED)
     rank, alpha = config.integer("r"), config.number("lora_alpha")
@@ -155,7 +155,7 @@ class _MergedWeights:
             return weight
         if not weight.is_floating_point() or weight.itemsize < 2:
             raise ModelUnsupported(
-                f"tensor {name!r} is {weight.dtype}: an adapter is not merged into quantised weights"
+                f"tensor {name!r} is {weight.dtype}: adapters cannot be merged into quantised weights"
             )
         self._taken.add(name)
         down, up = self._pairs[name]

@@ -57,7 +57,7 @@ class SlidingWindow:
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
-            raise ModelUnsupported(f"a sliding window of {self.num_tokens} tokens sees nothing")
+            raise ModelUnsupported(f"the sliding window is {self.num_tokens} tokens; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ModelUnsupported(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly")
+            raise ModelUnsupported(f"{self.num_heads} attention heads are no multiple of {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ModelUnsupported(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 

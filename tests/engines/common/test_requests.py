@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tanghulu.engines.common.requests import LoadJob, RequestBook
-from tanghulu.engines.common.saves import Block, PendingSaves, SaveJob
+from tanghulu.engines.common.requests import Block, LoadJob, PendingSaves, RequestBook, SaveJob
 
 BLOCK_TOKENS, NUM_RANKS, BLOCK_BYTES = 4, 2, 10
 

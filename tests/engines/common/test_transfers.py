@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.common.requests import LoadJob
-from tanghulu.engines.common.saves import Block, SaveJob
+from tanghulu.engines.common.requests import Block, LoadJob, SaveJob
 from tanghulu.engines.common.transfers import ANSWER_S, BlockMemory, Ended, PrefixLookup, Transfers
 from tanghulu.errors import (
     ChunkNotFound,
@@ -229,7 +228,7 @@ def test_answers_are_kept_for_a_moment(store):
 def test_options_name_what_is_wrong():
     assert ConnectorOptions.parse({"master": "h:1", "save_pending_bytes": "1MiB"}).max_pending_bytes == 1 << 20
     for values, message in [
-        ({}, 'needs "master"'),
+        ({}, 'has no "master"'),
         ({"master": "h:1", "mastre": 1}, "unknown option 'mastre'"),
         ({"master": "h:1", "save": "some"}, "known: all, prompt, none"),
         ({"master": "h:1", "threads": 0}, "threads=0 is not within 1 to"),

@@ -45,12 +45,12 @@ def test_what_works_is_let_in():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+        ({"kv_load_failure_policy": "fail"}, 'set it to "recompute"'),
         ({"prefix_caching_hash_algo": "xxhash_cbor"}, "sha256_cbor"),
         ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
-        ({"kv_cache_groups": [1, 2]}, "2 groups"),
+        ({"kv_cache_groups": [1, 2]}, "2 KV cache groups"),
         ({"device_type": "cuda"}, "on CPUs, not on 'cuda'"),
-        ({"pipeline_parallel_size": 2}, "knows only 1"),
+        ({"pipeline_parallel_size": 2}, "supports only 1"),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_change(changes, message, monkeypatch):

@@ -48,12 +48,12 @@ def test_sizes_are_vllm_s_own_unless_given(model):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"vllm": "nonsense"}, "no JSON"),
+        ({"vllm": "nonsense"}, "not valid JSON"),
         ({"vllm": "[1]"}, "JSON object"),
         ({"vllm": '{"block_size": 16}'}, "use --block-tokens"),
         ({"vllm": '{"prefix_caching_hash_algo": "xxhash"}'}, "the conductor depends"),
         ({"model": "/nowhere"}, "/nowhere"),
-        ({"role": "prefill", "store": False}, "--role prefill needs the store"),
+        ({"role": "prefill", "store": False}, "--role prefill hands prompts over through the store"),
     ],
 )
 def test_what_is_refused_at_the_start(options, said, model):

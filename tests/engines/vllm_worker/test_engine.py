@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tanghulu.engines.vllm_worker import engine as module
-from tanghulu.engines.vllm_worker.engine import VllmEngine, VllmSurface
-from tanghulu.engines.vllm_worker.load_book import LoadBook
+from tanghulu.engines.vllm_worker.engine import LoadBook, VllmEngine, VllmSurface
 from tanghulu.engines.vllm_worker.requests import VllmRequest
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.session.outputs import FinishReason, KvChange

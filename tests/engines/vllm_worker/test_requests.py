@@ -142,5 +142,5 @@ def test_a_prefill_alone_is_one_token_and_a_source_is_where_the_prompt_came_from
     made = handing.request(submit([1, 2, 3, 4, 5, 6], 5, source=there, stop=stop))
     assert (made.hand_over, made.tokens, made.sampling["max_tokens"]) == (False, [1, 2, 3, 4, 5, 6], 9)
     for asked in (submit([1, 2], hand_over=True), submit([1, 2], source=there)):
-        with pytest.raises(InvalidRequest, match="without a store"):
+        with pytest.raises(InvalidRequest, match="no store to hand prompts over"):
             FACTORY.request(asked)

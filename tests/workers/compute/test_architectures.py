@@ -24,13 +24,13 @@ from tanghulu.workers.compute.forward_batch import (
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.models.shard import require_split
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
-from tanghulu.workers.weights.fingerprint import fingerprint
 from tanghulu.workers.weights.hf_config import config_from_hf
+from tanghulu.workers.weights.source import fingerprint
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, run_all
 from tests.workers.ways import WAYS, Served
 

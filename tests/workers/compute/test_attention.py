@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.compute.attention import paged as attention_paged
+from tanghulu.workers.compute.attention import base as attention_base
 from tanghulu.workers.compute.attention import varlen as attention_varlen
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
@@ -129,11 +129,11 @@ def test_static_shapes_attend_as_ragged_ones_do(runs, backend, kept, bound, grou
     under_test = SdpaAttention() if backend is None else VarlenAttention(Kernel(varlen_attn, reads_tables))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_varlen, "MAX_GATHERED_TOKENS", bound)
-        patch.setattr(attention_paged, "MAX_GATHERED_TOKENS", bound)
+        patch.setattr(attention_base, "MAX_GATHERED_TOKENS", bound)
         got = case.attend(under_test, decode_batch(packed, BLOCK))
     torch.testing.assert_close(got[: len(runs)], wanted, atol=1e-5, rtol=1e-5)
     assert torch.isfinite(got).all()
-    scratch = case.cache.scratch * case.cache.row_stride()
+    scratch = case.cache.scratch * case.cache.row_stride
     assert torch.equal(case.written[:scratch], written[:scratch])
 
 

@@ -15,14 +15,15 @@ from tanghulu.workers.compute import device as device_module
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
 from tanghulu.workers.compute.device import CPU, describe_device, device_of_rank, free_bytes, pick_device
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.memory_plan import MemoryPlan
-from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import Model, load_model, pick_dtype
+from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.weights import resolve_model
 from tests.workers.compute.varlen_kernel import varlen_attn
-from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all
+from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, runner_of
 
 BACKENDS = {
     "sdpa": SdpaAttention(),
@@ -33,7 +34,7 @@ BACKENDS = {
 
 def device_engine(tiny: TinyModel, attention: AttentionBackend, num_blocks: int) -> EngineCore:
     model = load_model(resolve_model(str(tiny.path)), torch.float32, attention=attention)
-    runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=num_blocks)
+    runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, num_blocks=num_blocks)
     config = EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=64, max_num_seqs=8, debug_checks=True)
     return EngineCore(runner, config)
 
@@ -75,7 +76,7 @@ class TestPicking:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert pick_device("auto") == torch.device("cuda", 0) == pick_device("cuda")
         assert pick_device("cuda:1") == torch.device("cuda", 1)
-        with pytest.raises(ConfigError, match="there are 2 GPUs, cuda:0 to cuda:1"):
+        with pytest.raises(ConfigError, match="this host has 2 GPUs, cuda:0 to cuda:1"):
             pick_device("cuda:2")
         assert device_of_rank(torch.device("cuda", 0), 1) == torch.device("cuda", 1)
         with pytest.raises(ConfigError, match=r"rank 2 needs cuda:2.*--tp"):

@@ -27,7 +27,7 @@ from tanghulu.workers.compute.forward_batch import (
     pack_decodes,
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
@@ -114,7 +114,7 @@ def test_sampling_stays_on_the_device(without_gpu: None):
     )
     rows = [SamplingRow(params, np.arange(10), 4, frozenset({1})) for params in kinds]
     logits = torch.empty(len(rows), VOCAB, device=GPU)
-    adjusted = device_sampling._adjusted(logits, rows)
+    adjusted = device_sampling.adjusted(logits, rows)
     tokens, suffices = device_sampling._drawn(adjusted, rows, device_sampling._columns(rows, GPU))
     packed = device_sampling._pack(logits, rows, tokens, suffices)
     assert (packed.device, packed.dtype, packed.shape) == (GPU, torch.float64, (3, 2 + 1 + 2 * 3))

@@ -15,11 +15,12 @@ from tanghulu.transfer_engine.gpu.staging import CudaCopier
 from tanghulu.workers.compute import cuda_graphs
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import decode_batch, pack_decodes
-from tanghulu.workers.compute.models.registry import Model
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tests.workers.tiny import BLOCK, engine, request, run_all
+from tanghulu.workers.compute.models.model import Model
+from tanghulu.workers.compute.runners import DeviceRunner
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tests.workers.tiny import BLOCK, engine, request, run_all, runner_of
 
 PROMPTS = [[2 + (i * seed) % 90 for i in range(length)] for seed, length in ((3, 5), (7, 30), (5, 61))]
 
@@ -51,7 +52,7 @@ def texts(core: EngineCore) -> dict[str, list[int]]:
 def played(model: Model, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, Played]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
+    runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, num_blocks=64)
     graphs = runner._graphs = Played(model, runner.cache)
     return EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK, debug_checks=True)), graphs
 

@@ -13,16 +13,15 @@ import torch.nn.functional as F
 from tanghulu.errors import ConfigError
 from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.device import CPU, CpuFeatures
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.linear import Arithmetic, Linear
-from tanghulu.workers.compute.models.layers import Norm, silu_in_pieces
-from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model
-from tanghulu.workers.compute.models.rope import rotate_
+from tanghulu.workers.compute.models.layers import Norm, rotate_, silu_in_pieces
+from tanghulu.workers.compute.models.model import Model, dtype_name, load_model
+from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
 from tests.workers.cpus import each_cpu
-from tests.workers.tiny import VOCAB, TinyModel, write_tiny
+from tests.workers.tiny import VOCAB, TinyModel, runner_of, write_tiny
 from tests.workers.ways import WAYS, Answer, Served, cpu_runner
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -72,7 +71,7 @@ def test_on_a_device_too(wide: TinyModel) -> None:
     """The runner for GPUs, on main memory: no static shapes, and each row is sampled alone."""
 
     def runner(model: Model, block_tokens: int, num_blocks: int) -> ModelRunner:
-        return DeviceRunner(model, block_tokens=block_tokens, num_blocks=num_blocks)
+        return runner_of(DeviceRunner, model, block_tokens=block_tokens, num_blocks=num_blocks)
 
     served = Served(load(wide, torch.bfloat16), prompts(5), num_new=11, make_runner=runner)
     alone = served.alone()
@@ -146,5 +145,5 @@ def test_a_worker_tries_its_kernels_at_start(
     assert require_invariance(model, 1, "int8") != named
     norm = model._norm  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "_norm", lambda hidden: norm(hidden) * (1 + len(hidden) * 1e-6))
-    with pytest.raises(ConfigError, match="give other bits in company in 1 chunks on 1 threads"):
+    with pytest.raises(ConfigError, match="computes other bits in company in 1 chunks on 1 threads"):
         require_invariance(model, 1, kept_as)

@@ -11,7 +11,7 @@ import torch
 from tanghulu.errors import ConfigError
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tests.workers.tiny import BLOCK, VOCAB
 
@@ -42,7 +42,7 @@ def test_a_block_is_one_range_of_the_buffer() -> None:
 def test_rows_address_the_same_memory_as_blocks() -> None:
     cache = KvCache(LAYOUT, 4)
     block, layer, kv, offset = 2, 1, 1, 5
-    cache.rows[block * cache.row_stride() + cache.row_of(layer, kv) + offset] = 7.0
+    cache.rows[block * cache.row_stride + cache.row_of(layer, kv) + offset] = 7.0
     assert torch.equal(cache.blocks[block, layer, kv, offset], torch.full((2, 4), 7.0))
     assert cache.blocks.sum() == 7.0 * 8
 

@@ -72,7 +72,7 @@ def test_sizes() -> None:
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     odd = resolve_model(str(write_tiny(tmp_path, head_dim=6).path)).config
-    with pytest.raises(ConfigError, match="--kv-dtype int8 takes heads of a multiple of 4, not 6"):
+    with pytest.raises(ConfigError, match="--kv-dtype int8 needs a head size that is a multiple of 4, not 6"):
         KvLayout.of(odd, 8, "int8")
-    with pytest.raises(ConfigError, match="--kv-dtype takes --engine torch"):
+    with pytest.raises(ConfigError, match="--kv-dtype works with --engine torch"):
         WorkerConfig(engine="mock", kv_dtype="int8")

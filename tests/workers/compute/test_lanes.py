@@ -15,7 +15,7 @@ from tanghulu.workers.compute import lanes as lanes_module
 from tanghulu.workers.compute.forward_batch import ForwardBatch, LaneGate, LaneTurn, SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache, KvTensors
 from tanghulu.workers.compute.lanes import LanedForward, cut_lanes, turns_of
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tests.workers.tiny import BLOCK, VOCAB
 

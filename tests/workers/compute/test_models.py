@@ -16,7 +16,7 @@ from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.models.layers import Norm
-from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.model import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
 from tests.workers.cpus import each_cpu

@@ -10,16 +10,16 @@ import torch
 
 from tanghulu.errors import ConfigError
 from tanghulu.workers.compute.lanes import LEAST_ROWS
-from tanghulu.workers.compute.models.registry import Model
-from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.compute.wrapped_runners import ProfiledRunner
+from tanghulu.workers.compute.models.model import Model
+from tanghulu.workers.compute.runners import ProfiledRunner, TorchRunner
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
-from tests.workers.tiny import BLOCK, engine, request, run_all
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tests.workers.tiny import BLOCK, engine, request, run_all, runner_of
 
 
 def _traced(model: Model, path: Path, num_steps: int) -> dict[str, list[int]]:
-    runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=1 << 20)
+    runner = runner_of(TorchRunner, model, block_tokens=BLOCK, kv_capacity_bytes=1 << 20)
     core = EngineCore(ProfiledRunner(runner, path, num_steps), EngineCoreConfig(block_tokens=BLOCK))
     core.add(request("a", range(2, 20), 6))
     return run_all(core)
@@ -39,7 +39,7 @@ def test_lanes_are_traced_too(tiny_model: Model, tmp_path: Path) -> None:
     torch.set_num_threads(2)
     try:
         runner = ProfiledRunner(
-            TorchRunner(tiny_model, block_tokens=BLOCK, kv_capacity_bytes=4 << 20), tmp_path / "t", 1
+            runner_of(TorchRunner, tiny_model, block_tokens=BLOCK, kv_capacity_bytes=4 << 20), tmp_path / "t", 1
         )
         core = EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK))
         core.add(request("a", [2 + index % 80 for index in range(2 * LEAST_ROWS)], 2))

@@ -11,9 +11,9 @@ import torch
 from tanghulu.errors import InvalidRequest
 from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.workers.compute import prompt_scoring
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.prompt_scores import PromptScoreArrays
+from tanghulu.workers.engine.step import PromptScoreArrays
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, write_tiny
 
 PROMPT = [2 + (i * 7) % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
@@ -44,7 +44,7 @@ def _check(parts: list[PromptScoreArrays], expected: torch.Tensor, start: int) -
     assert parts[-1].end == len(PROMPT)
     rows = expected[start - 1 : -1]
     own = torch.stack([row[token] for row, token in zip(rows, PROMPT[start:], strict=True)])
-    for part, name in ((own, "logprobs"), (rows.topk(3).values, "top_logprobs"), (rows[:, ASKED], "asked_logprobs")):
+    for part, name in ((own, "logprobs"), (rows.topk(3).values, "top_logprobs"), (rows[:, ASKED], "named_logprobs")):
         got = np.concatenate([getattr(each, name) for each in parts])
         assert np.abs(got - part.numpy()).max() < 1e-4, name
     assert np.concatenate([p.top_ids for p in parts]).tolist() == rows.topk(3).indices.tolist()
@@ -128,7 +128,7 @@ def test_ids_of_the_generated_tokens_too(tiny: tuple[Model, torch.Tensor]) -> No
 def test_what_cannot_be_had_is_refused(tiny: tuple[Model, torch.Tensor]) -> None:
     with pytest.raises(InvalidRequest, match="first token"):
         PromptScoring(0).validate()
-    with pytest.raises(InvalidRequest, match="at most 20"):
+    with pytest.raises(InvalidRequest, match="between 0 and 20"):
         PromptScoring(1, 21).validate()
     with pytest.raises(InvalidRequest, match="at most 128"):
         Sampling(logprob_token_ids=tuple(range(129))).validate()

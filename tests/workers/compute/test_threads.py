@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.process_tuning import wait_shortly
+from tanghulu.workers.compute.runners import ThreadedRunner
 from tanghulu.workers.compute.thread_choice import FIRST_WAIT, LONGEST_WAIT, MOST_TOKENS, SAMPLES, ThreadChoice
-from tanghulu.workers.compute.wrapped_runners import ThreadedRunner
-from tanghulu.workers.engine.engine import Computed, EngineCore, EngineCoreConfig, ModelRunner
-from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.engine import Computed, EngineCore, ModelRunner
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.engine.step import StepPlan
 from tests.workers.tiny import BLOCK, engine, request, run_all
 
 

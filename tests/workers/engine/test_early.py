@@ -7,7 +7,7 @@ import pytest
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.exports import ExportState
 from tanghulu.workers.engine.pulls import MAX_PULLS, Pulls
-from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.step import StepPlan
 from tests.workers.engine.test_scheduler import B, ident, req, runs, scheduler, step
 from tests.workers.peers import export_at
 from tests.workers.tiny import request
@@ -111,13 +111,12 @@ def test_an_export_that_grows_is_not_given_back() -> None:
 @pytest.mark.parametrize("ends", [("done", "drop"), ("drop", "done")])
 def test_a_pull_is_forgotten_when_its_transfer_is_over_and_nobody_wants_it(ends: tuple[str, str]) -> None:
     made = pulls()
-    made.begin(ident("p"), hashes(2), PEER, 0)
+    wanted = made.begin(ident("p"), hashes(2), PEER, 0)
     for end in ends:
-        assert len(made) == 1
+        assert (len(made), wanted.ending.is_set()) == (1, False if end == ends[0] else ends[0] == "drop")
         getattr(made, end)(ident("p"))
         made.check()
     assert (len(made), made._pool.num_in_use) == (0, 0)
-    assert made.take_ending() == (["p"] if ends[0] == "drop" else [])
 
 
 def test_blocks_that_came_can_be_matched_before_the_last_one_has() -> None:
@@ -150,10 +149,10 @@ def test_another_pull_goes_on_from_what_an_earlier_one_has() -> None:
 
 def test_a_dropped_pull_keeps_its_blocks_until_its_transfer_has_ended() -> None:
     made = pulls()
-    made.begin(ident("p"), hashes(4), PEER, 0)
+    wanted = made.begin(ident("p"), hashes(4), PEER, 0)
     made.arrived(ident("p"), 1)
     assert made.drop(ident("p"))
-    assert made.take_ending() == ["p"]
+    assert wanted.ending.is_set()
     assert (made._pool.num_in_use, made._pool.num_in_transfer) == (3, 3)
     made.arrived(ident("p"), 1)  # was under way
     assert made._pool.num_in_use == 2
@@ -181,7 +180,7 @@ def test_the_request_finds_what_was_pulled_and_fetches_the_rest() -> None:
     assert len(wanted.block_ids) == 4
     core.pulls.arrived(ident("p"), 3)
     core.add(made)
-    assert core.pulls.take_ending() == ["p"], "its transfer is told to end"
+    assert wanted.ending.is_set(), "its transfer is told to end"
     core.add(req("b", [80]))
     assert list(runs(step(core)[0])) == ["b"], "it waits for the pull's end, and holds up nobody"
     core.pulls.done(ident("p"))
@@ -240,11 +239,11 @@ def test_a_decode_takes_the_room_of_a_pull_before_that_of_a_request() -> None:
 def test_an_aborted_request_gives_up_its_pull() -> None:
     core = scheduler(can_fetch=True)
     made = req("a", 16, ahead=ident("p"))
-    core.pull_ahead(ident("p"), made.sequence, PEER)
+    wanted = core.pull_ahead(ident("p"), made.sequence, PEER)
     core.add(made)
-    core.pulls.take_ending()
+    wanted.ending.clear()
     core.abort(ident("a"))
-    assert core.pulls.take_ending() == ["p"]
+    assert wanted.ending.is_set()
     core.pulls.done(ident("p"))
     assert core.pool.num_in_use == 0
     core.check()

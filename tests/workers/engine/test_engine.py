@@ -12,29 +12,26 @@ from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from tanghulu.session.outputs import FinishReason, KvSource
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
-from tanghulu.workers.compute.models.registry import Model
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.models.model import Model
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
-from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.engine.engine import EngineCore, KvTransfers
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tests.workers.peers import export_at
-from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
+from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all, runner_of
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
 
 
-class Shelf:
+class Shelf(KvTransfers):
     """A store in a dict: keeps the bytes of committed blocks, and gives them to whoever fetches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_fetch: bool = True) -> None:
+        self.can_fetch = can_fetch
         self.chunks: dict[bytes, bytes] = {}
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
         self.declined: list[KvSource] = []
-
-    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
-
-    def engine_idle(self) -> None: ...
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         for block in blocks:
@@ -86,17 +83,18 @@ def test_steps_tell_what_they_did(tiny_model: Model) -> None:
     assert third.outputs[0].finish is FinishReason.LENGTH
     assert first.timings.forward_s > 0
     assert core.step().idle
-    assert core.drop_cached() == 5
+    assert core.pool.drop_cached() == 5
     assert [event.kind for event in core.step().kv_events] == [KvEventKind.REMOVED] * 5
 
 
 def test_blocks_travel_through_a_store(tiny_model: Model) -> None:
-    shelf = Shelf()
-    source = shelf.core = engine(tiny_model, sink=shelf)
+    shelf = Shelf(can_fetch=False)
+    source = shelf.core = engine(tiny_model, transfers=shelf)
     source.add(request("a", PROMPT, 12))
     expected = run_all(source)["a"]
     assert len(shelf.chunks) == 7
-    target = shelf.core = engine(tiny_model, fetcher=shelf, sink=shelf)
+    shelf.can_fetch = True
+    target = shelf.core = engine(tiny_model, transfers=shelf)
     target.add(request("a", PROMPT, 12))
     assert target.step().idle
     assert shelf.deliver() == 5
@@ -110,7 +108,7 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     """Prefill here, decode there, the partial last block included; the text is that of one engine alone."""
     alone, prefill = engine(tiny_model), engine(tiny_model)
     shelf = Shelf()
-    decode = shelf.core = engine(tiny_model, fetcher=shelf)
+    decode = shelf.core = engine(tiny_model, transfers=shelf)
     alone.add(request("a", PROMPT[:length], 12))
     expected = run_all(alone)["a"]
     prefill.add(request("a", PROMPT[:length], 12, hold_kv=True))
@@ -129,7 +127,7 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     result = decode.step()
     assert result.num_computed_tokens == 1
     assert [*first.tokens, *result.outputs[0].tokens, *run_all(decode)["a"]] == expected
-    assert prefill.release_export(RequestId("a"))
+    assert prefill.exports.release(RequestId("a"))
     prefill.check()
 
 
@@ -176,7 +174,7 @@ def test_logprobs_come_with_the_token(tiny_model: Model) -> None:
 
 def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
     memory = bytearray(10 * tiny_model.config.kv_token_elements * 4 * BLOCK)
-    core = engine(tiny_model, num_blocks=10, cache_buffer=memory)
+    core = engine(tiny_model, num_blocks=10, buffer=memory)
     core.add(request("a", PROMPT, 1))
     (output,) = outputs_of(core)
     assert any(memory)
@@ -187,7 +185,7 @@ def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
 
 def test_what_cannot_be_served_is_refused(tiny_model: Model) -> None:
     with pytest.raises(ConfigError, match="holds no block"):
-        TorchRunner(tiny_model, block_tokens=BLOCK, kv_capacity_bytes=100)
+        runner_of(TorchRunner, tiny_model, block_tokens=BLOCK, kv_capacity_bytes=100)
     core = engine(tiny_model, num_blocks=4)
     with pytest.raises(ContextLengthExceeded, match="KV cache 4 blocks of 8"):
         core.add(request("long", PROMPT))

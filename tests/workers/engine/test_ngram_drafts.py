@@ -16,19 +16,19 @@ from tanghulu.session.outputs import FinishReason
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.lanes import cut_lanes
 from tanghulu.workers.compute.linear import Arithmetic
-from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.model import Model, load_model
+from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.grammar import Grammar
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.ngram_drafts import MAX_DRAFT_TOKENS, NgramProposer
 from tanghulu.workers.weights import resolve_model
-from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, outputs_of, request
+from tests.workers.tiny import BLOCK, VOCAB, TinyModel, engine, outputs_of, request, runner_of
 from tests.workers.ways import WAYS, Served, cpu_runner
 
 PHRASE = random.Random(2).choices(range(2, VOCAB), k=9)
@@ -215,7 +215,7 @@ def test_the_same_bits_in_every_way_of_serving(invariant_model: Model, on_device
     """Batched, chunked, cached, preempted, handed off, moved."""
 
     def device_runner(model: Model, block_tokens: int, num_blocks: int) -> ModelRunner:
-        return DeviceRunner(model, block_tokens=block_tokens, num_blocks=num_blocks)
+        return runner_of(DeviceRunner, model, block_tokens=block_tokens, num_blocks=num_blocks)
 
     make_runner = device_runner if on_device else functools.partial(cpu_runner, kv_dtype=kv_dtype)
     plain = Served(invariant_model, prompts(), num_new=24, make_runner=make_runner)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.session.outputs import FinishReason, KvSource, Output, PhaseTimes
+from tanghulu.session.outputs import FinishReason, Output, PhaseTimes
 from tanghulu.types import RequestId
-from tanghulu.workers.engine.engine import Computed, EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import Computed, EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, StepPlan
-from tanghulu.workers.engine.step_result import Sampled
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, StepPlan
 from tests.workers.tiny import BLOCK, request
 
 LAYOUT = KvLayout(block_tokens=BLOCK, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
@@ -32,34 +32,27 @@ class Runner:
         return Computed(Sampled(samples, [None] * len(samples)), STEP_S, 0.0)
 
 
-class Outside:
+class Outside(KvTransfers):
     """A store that takes a quarter of a second for each call, and fetches that end when a test says so."""
 
-    def __init__(self, clock: ManualClock) -> None:
-        self._clock = clock
+    def __init__(self, clock: ManualClock, *, can_fetch: bool) -> None:
+        self._clock, self.can_fetch = clock, can_fetch
         self.wanted: list[FetchWanted] = []
 
     def fetch(self, wanted: FetchWanted) -> None:
         self.wanted.append(wanted)
 
-    def decline(self, peer: KvSource) -> None: ...
-
-    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
-
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         self._clock.advance(STORE_S)
-
-    def engine_idle(self) -> None: ...
 
 
 class Rig:
     def __init__(self, *, fetches: bool = False, num_blocks: int = 64, **more: int) -> None:
         self.clock = ManualClock(100.0)
-        self.outside = Outside(self.clock)
+        self.outside = Outside(self.clock, can_fetch=fetches)
         config = EngineCoreConfig(**{"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8} | more)
-        fetcher = self.outside if fetches else None
         runner = Runner(self.clock, num_blocks)
-        self.core = EngineCore(runner, config, fetcher=fetcher, sink=self.outside, clock=self.clock)
+        self.core = EngineCore(runner, config, self.outside, self.clock)
 
     def step(self) -> dict[str, Output]:
         outputs = {output.request_id: output for output in self.core.step().outputs}

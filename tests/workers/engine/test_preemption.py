@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tanghulu.errors import ConfigError
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tanghulu.workers.mock.runner import TIMINGS, MockRunner
 from tests.workers.rig import DictStore, Rig
 from tests.workers.tiny import BLOCK, request, run_all
@@ -25,8 +26,10 @@ LAYOUT = KvLayout(1, BLOCK, 1, 2, "float32")
 NUM_TOKENS = 24
 
 
-class Outside:
+class Outside(KvTransfers):
     """Keeps what is displaced, loses some of it, and fetches late. Nothing else is ever written to it."""
+
+    can_fetch = True
 
     def __init__(self, rng: random.Random, loss: float) -> None:
         self.rng, self.loss = rng, loss
@@ -40,12 +43,6 @@ class Outside:
         for block in blocks:
             if self.rng.random() >= self.loss:
                 self.kept[block.block_hash] = bytes(self.core.cache.block_view(block.block_id))
-
-    def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None: ...
-
-    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
-
-    def engine_idle(self) -> None: ...
 
     def fetch(self, wanted: FetchWanted) -> None:
         self.under_way.append(wanted)
@@ -81,7 +78,7 @@ def _core(outside: Outside | None, num_blocks: int, *, moves: bool, budget: int 
     config = EngineCoreConfig(
         block_tokens=BLOCK, max_num_batched_tokens=budget, max_num_seqs=8, moves_preempted=moves, debug_checks=True
     )
-    core = EngineCore(runner, config, fetcher=outside, sink=outside)
+    core = EngineCore(runner, config, outside)
     if outside is not None:
         outside.core = core
     return core

@@ -13,9 +13,8 @@ from tanghulu.session.sampling import StopRule
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.requests import TRANSITIONS, EngineRequest, EngineRequestEvent, EngineRequestState
-from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import StepPlan
-from tanghulu.workers.engine.step_result import StepOutcome
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
+from tanghulu.workers.engine.step import StepOutcome, StepPlan
 from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 
@@ -24,7 +23,8 @@ B = 4
 
 def scheduler(num_blocks: int = 32, **more: Any) -> Scheduler:
     config = {"block_tokens": B, "max_context": 1000, "max_num_batched_tokens": 8, "max_num_seqs": 4} | more
-    return Scheduler(SchedulerConfig(**config), BlockPool(num_blocks))
+    max_context, can_fetch = config.pop("max_context"), config.pop("can_fetch", False)
+    return Scheduler(EngineCoreConfig(**config), BlockPool(num_blocks), max_context, can_fetch=can_fetch)
 
 
 def req(name: str, tokens: int | list[int], max_new: int = 100, **more: Any) -> EngineRequest:
@@ -156,17 +156,17 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
 
 def test_what_cannot_be_served_is_refused_at_once() -> None:
     core = scheduler(num_blocks=2, max_num_waiting=1)
-    with pytest.raises(ContextLengthExceeded, match="8 tokens; this worker holds at most 7"):
+    with pytest.raises(ContextLengthExceeded, match="8 tokens; this worker takes at most 7"):
         core.add(req("long", 8))
-    with pytest.raises(InvalidRequest, match="already has its 2"):
+    with pytest.raises(InvalidRequest, match="already generated 2 tokens"):
         core.add(req("done", 5, 2, num_prompt=3))
     core.add(req("a", 3))
-    with pytest.raises(InvalidRequest, match="here already"):
+    with pytest.raises(InvalidRequest, match="already here"):
         core.add(req("a", 3))
-    with pytest.raises(Overloaded, match="1 requests wait"):
+    with pytest.raises(Overloaded, match="1 requests are waiting"):
         core.add(req("b", 3))
     with pytest.raises(ConfigError, match="below max_num_seqs"):
-        SchedulerConfig(block_tokens=4, max_context=9, max_num_batched_tokens=3, max_num_seqs=4)
+        EngineCoreConfig(block_tokens=4, max_num_batched_tokens=3, max_num_seqs=4)
     core.check()
 
 

@@ -14,8 +14,8 @@ from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.engine.step_plan import FetchWanted, ScheduledRun, StepPlan
+from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
+from tanghulu.workers.engine.step import FetchWanted, ScheduledRun, StepPlan
 from tests.workers.peers import export_at
 from tests.workers.tiny import request, sampled
 
@@ -28,16 +28,17 @@ class World:
         rng = self.rng
         self.block = rng.choice((1, 2, 4, 8))
         seqs = rng.randint(1, 6)
-        self.config = SchedulerConfig(
+        max_context = rng.randint(12, 60)
+        max_num_batched_tokens = seqs + rng.randint(0, 12)
+        can_fetch = rng.random() < 0.6
+        self.config = EngineCoreConfig(
             block_tokens=self.block,
-            max_context=rng.randint(12, 60),
-            max_num_batched_tokens=seqs + rng.randint(0, 12),
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=seqs,
-            can_fetch=rng.random() < 0.6,
             moves_preempted=rng.random() < 0.5,
             proposer=NgramProposer(rng.randint(1, 6), least=1) if rng.random() < 0.5 else None,
         )
-        self.core = Scheduler(self.config, BlockPool(rng.randint(3, 24)))
+        self.core = Scheduler(self.config, BlockPool(rng.randint(3, 24)), max_context, can_fetch=can_fetch)
         self.fetches: list[FetchWanted] = []
         self.left = rng.randint(1, 12)
         self.added: dict[str, EngineRequest] = {}
@@ -101,7 +102,6 @@ class World:
     def pull(self) -> None:
         """Pulls bring blocks in their own time and end anywhere."""
         rng = self.rng
-        self.core.pulls.take_ending()
         for name, coming in list(self.pulls.items()):
             if rng.random() < 0.4:
                 came = rng.randint(0, len(coming))

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from tanghulu.workers.engine.speed import SpeedMeter
-from tanghulu.workers.engine.step_model import MIN_STEPS, StepModel, StepWork
+from tanghulu.workers.engine.speed import MIN_STEPS, SpeedMeter, StepModel, StepWork
 
 BUDGET = 2048
 

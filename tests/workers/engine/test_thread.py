@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.types import RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine import thread
 from tanghulu.workers.engine.thread import StepReport
 from tests.workers.rig import BLOCK, PROMPT, Rig
@@ -63,7 +63,7 @@ def test_blocks_that_a_request_waits_for_wake_the_engine(tiny_model: Model, monk
     rig.thread.post(lambda core: core.add(made))
     while rig.next_report().load.shared.num_waiting != 1:
         pass
-    rig.thread.post_lazily(lambda core: core.release_export(RequestId("held")))
+    rig.thread.post_lazily(lambda core: core.exports.release(RequestId("held")))
     while not rig.next_report().result.outputs:
         pass
     rig.close()

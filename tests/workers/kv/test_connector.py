@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.speed import ASSUMED_PEER_BYTES_PER_S, SpeedMeter
 from tanghulu.workers.engine.thread import Command
@@ -117,7 +118,8 @@ def test_a_fetch_ends_in_one_command(tiny_model: Model) -> None:
     rig = Rig(tiny_model, None, peers)
     peers.blocks = [bytes(rig.core.cache.layout.block_bytes)] * 5
     posted: list[Command] = []
-    rig.connector._post = lambda command: (posted.append(command), rig.thread.post(command))
+    engine = SimpleNamespace(core=rig.core, post=lambda command: (posted.append(command), rig.thread.post(command)))
+    rig.connector.attach(engine)  # type: ignore[arg-type]
     rig.run("handed", PROMPT, 4, peer=export_at("there|", 1, 5 * BLOCK))
     peers.released.get(timeout=30)
     assert len(posted) == 1
@@ -157,7 +159,8 @@ def test_hand_overs_that_wait_for_one_worker_are_fetched_together(tiny_model: Mo
     rig = Rig(tiny_model, None, peers)
     exports = {"a": "there|", "b": "there|", "1": "there|", "2": "there|", "3": "there|", "4": "elsewhere|"}
     posted: list[Command] = []
-    rig.connector._post = lambda command: (posted.append(command), rig.thread.post(command))
+    engine = SimpleNamespace(core=rig.core, post=lambda command: (posted.append(command), rig.thread.post(command)))
+    rig.connector.attach(engine)  # type: ignore[arg-type]
     made = {
         name: request(name, [number, *PROMPT], 2, peer=export_at(instance, name, 5 * BLOCK))
         for number, (name, instance) in enumerate(exports.items())
@@ -335,14 +338,14 @@ def test_an_exported_prefix_is_held_until_it_is_given_back(rig: Rig) -> None:
 
     def check(core: EngineCore) -> None:
         hashes = request("other", PROMPT, 1).sequence.block_hashes
-        export = core.export_prefix(RequestId("prefix-1"), [*hashes[:4], b"?" * 16])
+        export = core.exports.export_prefix(RequestId("prefix-1"), [*hashes[:4], b"?" * 16])
         assert export is not None
         assert (len(export.block_ids), export.num_tokens) == (4, 4 * BLOCK)
-        core.drop_cached()
+        core.pool.drop_cached()
         assert core.scheduler.pool.num_hits(hashes) == 4
         core.check()
-        assert core.release_export(RequestId("prefix-1"))
-        assert core.export_prefix(RequestId("prefix-2"), [BlockHash(b"?" * 16)]) is None
+        assert core.exports.release(RequestId("prefix-1"))
+        assert core.exports.export_prefix(RequestId("prefix-2"), [BlockHash(b"?" * 16)]) is None
         core.check()
         done.set()
 

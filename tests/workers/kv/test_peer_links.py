@@ -139,7 +139,7 @@ async def test_the_memory_is_kept_until_what_was_begun_is_shown(tmp_path: Path, 
         go_on.set()
         await closing
         assert holder.window.slots.num_free == 4
-        with pytest.raises(NodeUnavailable, match="stops"):
+        with pytest.raises(NodeUnavailable, match="is shutting down"):
             await asyncio.to_thread(reader.read_prefix, prefix_at(holder.instance, 2), HASHES, buffers(2))
 
 

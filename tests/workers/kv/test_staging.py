@@ -33,8 +33,8 @@ from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.device_runner import DeviceRunner
-from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.models.model import Model
+from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv import staging as kv_staging
@@ -51,7 +51,7 @@ from tanghulu.workers.metrics import WorkerMetrics
 from tests.rpc.service import until
 from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import PROMPT, DictStore, Rig, read_export
-from tests.workers.tiny import BLOCK
+from tests.workers.tiny import BLOCK, runner_of
 
 
 class LateCopier:
@@ -277,7 +277,11 @@ class Holder:
     def post_lazily(self, command: Callable[[Holder], None]) -> None:
         command(self)
 
-    def release_export(self, name: RequestId) -> None:
+    @property
+    def exports(self) -> Holder:
+        return self
+
+    def release(self, name: RequestId) -> None:
         self.given_back.append(name)
         self.gave_back.set()
 
@@ -438,7 +442,7 @@ async def test_no_more_is_shown_than_is_read(tmp_path: Path, reader: PeerReader)
 
 
 def on_device(model: Model, store: DictStore, kv_dtype: str) -> Rig:
-    runner = DeviceRunner(model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=64)
+    runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=64)
     blocks = DeviceBlocks([runner.cache.memory])
     rings = [StagingRing(CPU, 5 * blocks.block_bytes, LateCopier()) for _ in range(4)]
     return Rig(model, store, runner=runner, port=StagedPort(blocks, rings), kv_dtype=kv_dtype)
@@ -477,7 +481,7 @@ def test_the_cache_is_zeroed_before_blocks_may_be_copied(tiny_model: Model, monk
     done: list[str] = []
     monkeypatch.setattr(kv_staging, "wait_for", lambda device: done.append(f"waited for {device}"))
     monkeypatch.setattr(kv_staging, "make_copier", lambda *devices, settled: done.append("copier") or HostCopier())
-    runner = DeviceRunner(tiny_model, block_tokens=BLOCK, num_blocks=4, graphs=False)
+    runner = runner_of(DeviceRunner, tiny_model, block_tokens=BLOCK, num_blocks=4, graphs=False)
     staging = DeviceStaging(runner.layout, CPU, 16 * runner.layout.block_bytes)
     staging.open(runner, None, memoryview(bytearray(staging.segment_bytes)))
     assert done == ["waited for cpu", *["copier"] * (kv_staging.NUM_RINGS + 1)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import CommittedBlock
+from tanghulu.workers.engine.step import CommittedBlock
 from tanghulu.workers.kv.store_policy import POLICIES, WorthKeeping, WriteAgain, make_store_policy
 from tests.workers.rig import PROMPT, DictStore, Rig
 from tests.workers.tiny import BLOCK

@@ -17,7 +17,7 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.loading import torch_loading
 from tanghulu.workers.weights import resolve_model
-from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import fingerprint
 from tests.workers.tiny import TinyModel, write_tiny
 
 
@@ -49,7 +49,7 @@ def test_invariant_workers_have_one_form_and_an_attention_of_their_own(tiny: Tin
 
 @pytest.mark.parametrize("other", [{"engine": "mock"}, {"tp": 2}, {"attention": "varlen"}])
 def test_what_is_not_invariant_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--batch-invariant takes"):
+    with pytest.raises(ConfigError, match="--batch-invariant works"):
         WorkerConfig(batch_invariant=True, **other)
 
 

@@ -18,9 +18,10 @@ from tanghulu.session.sampling import Sampling
 from tanghulu.types import RequestId
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.block_pool import KvEventKind
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.step_plan import FetchWanted
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.engine.step import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
 from tanghulu.workers.mock.loading import DECODE_TOKENS, MOST_S, HoldingRunner
@@ -36,7 +37,7 @@ PROMPT = random.Random(4).choices(range(90), k=21)
 class Rig:
     """An engine over the mock whose sleeps are noted down instead of slept."""
 
-    def __init__(self, fetcher: object = None, **more: bool) -> None:
+    def __init__(self, transfers: KvTransfers | None = None, **more: bool) -> None:
         self.slept: list[float] = []
         self.runner = MockRunner(
             LAYOUT,
@@ -50,7 +51,7 @@ class Rig:
             **more,
         )
         config = EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)
-        self.core = EngineCore(self.runner, config, fetcher=fetcher)  # type: ignore[arg-type]
+        self.core = EngineCore(self.runner, config, transfers)
 
 
 def test_a_step_takes_what_the_timing_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +98,10 @@ def test_a_prefix_is_cached_and_told_of() -> None:
     assert second.num_computed_tokens == 5
 
 
-class Copying:
+class Copying(KvTransfers):
     """A fetcher that brings another engine's blocks, torn where it is told so."""
+
+    can_fetch = True
 
     def __init__(self, source: EngineCore, source_ids: Sequence[int], torn: bool) -> None:
         self._source, self._ids, self._torn = source, source_ids, torn

@@ -25,28 +25,34 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.kv_cache import KvCache
-from tanghulu.workers.compute.models.registry import load_model
-from tanghulu.workers.compute.models.shard import Shard, require_split
-from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.linear import Arithmetic
+from tanghulu.workers.compute.models.model import load_model
+from tanghulu.workers.compute.models.shard import Shard, join, leave, require_split
+from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.ranks.group import join, leave
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import ModelSource, resolve_model
-from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import fingerprint
 from tests.workers.compute.test_architectures import write
 from tests.workers.peers import export_at
 from tests.workers.rig import read_export
-from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
+from tests.workers.tiny import BLOCK, VOCAB, TinyModel, request, run_all, runner_of, write_tiny
 
 NUM_BLOCKS = 32
+
+
+def rank_task(model: str, layout: KvLayout) -> RankTask:
+    return RankTask(model, layout, torch.float32, Arithmetic.of(torch.float32), 1, CPU)
 
 
 @contextlib.contextmanager
@@ -55,18 +61,19 @@ def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32")
     source = resolve_model(model)
     layout = KvLayout.of(source.config, block_tokens, kv_dtype, size)
     segment = MemorySegment.create("tp", NUM_BLOCKS * layout.block_bytes)
-    ranks = RankProcesses(RankTask(model, "float32", block_tokens, size, 1, kv_dtype=kv_dtype))
+    ranks = RankProcesses(rank_task(model, layout))
     try:
         loaded = load_model(source, torch.float32, shard=Shard(0, size))
         ranks.wait_loaded()
         join(0, size, ranks.meeting_file)
         ranks.map_cache(segment.fd)
-        runner = TorchRunner(
+        runner = runner_of(
+            TorchRunner,
             loaded,
             block_tokens=block_tokens,
             kv_dtype=kv_dtype,
             kv_capacity_bytes=segment.size_bytes,
-            cache_buffer=segment.view,
+            buffer=segment.view,
             num_parts=size,
             announce=ranks.send,
         )
@@ -80,7 +87,7 @@ def sharded(model: str, size: int, block_tokens: int, kv_dtype: str = "float32")
 
 def alone(model: str, block_tokens: int, kv_dtype: str = "float32") -> EngineCore:
     loaded = load_model(resolve_model(model), torch.float32)
-    runner = TorchRunner(loaded, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=64 << 20)
+    runner = runner_of(TorchRunner, loaded, block_tokens=block_tokens, kv_dtype=kv_dtype, kv_capacity_bytes=64 << 20)
     return EngineCore(runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
 
 
@@ -127,7 +134,7 @@ def test_two_ranks_share_out_experts_and_windows(variant: str, tmp_path: Path) -
 def test_a_rank_that_cannot_load_is_named(tmp_path: Any) -> None:
     write_tiny(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    ranks = RankProcesses(RankTask(str(tmp_path), "float32", BLOCK, 2, 1))
+    ranks = RankProcesses(rank_task(str(tmp_path), KvLayout(1, BLOCK, 1, 4, "float32", 2)))
     with pytest.raises(ConfigError, match="rank 1 of 2"):
         ranks.wait_loaded()
 
@@ -143,7 +150,7 @@ def test_a_split_that_the_heads_do_not_allow_is_refused(tiny: TinyModel, size: i
 
 
 def test_the_mock_engine_has_no_ranks() -> None:
-    with pytest.raises(ConfigError, match="--tp is 2"):
+    with pytest.raises(ConfigError, match="--tp works with --engine torch only"):
         WorkerConfig(engine="mock", tp=2)
 
 
@@ -160,7 +167,7 @@ def test_a_block_is_the_ranks_parts_one_behind_the_other(tiny: TinyModel) -> Non
     memory = bytearray(3 * split.block_bytes)
     for part in (0, 1):
         cache = KvCache(split, 3, memory, part)
-        rows = torch.tensor([2 * cache.row_stride() + cache.row_of(1, 1) + 5])
+        rows = torch.tensor([2 * cache.row_stride + cache.row_of(1, 1) + 5])
         cache.rows.index_fill_(0, rows, float(part + 1))
         assert cache.blocks[2, 1, 1, 5].unique().tolist() == [part + 1]
         assert cache.blocks.count_nonzero() == split.head_dim

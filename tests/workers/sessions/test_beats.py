@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
-from tanghulu.workers.sessions import beats
-from tanghulu.workers.sessions.beats import EngineBeats
+from tanghulu.workers.sessions import health
+from tanghulu.workers.sessions.health import EngineBeats
 
 REPORT = StepReport(StepResult(), EngineLoad())
 
@@ -25,9 +25,9 @@ class _Engine:
 
 
 async def test_it_beats_while_the_engine_answers(monkeypatch):
-    monkeypatch.setattr(beats, "BEAT_S", 0.001)
+    monkeypatch.setattr(health, "BEAT_S", 0.001)
     engine, alive = _Engine(), list[int]()
-    engine.beats = EngineBeats(engine, lambda: alive.append(1))
+    engine.beats = EngineBeats(engine.beat, lambda: alive.append(1))
     running = asyncio.create_task(engine.beats.run())
 
     async def until(condition) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.reports import MAX_WAITING, EngineReports
 

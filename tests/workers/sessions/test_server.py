@@ -16,7 +16,7 @@ from tanghulu.session.outputs import Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions import outbox, server, wire
 from tanghulu.workers.sessions.server import SessionHub
@@ -224,7 +224,7 @@ async def test_a_load_says_how_many_of_the_sessions_submissions_it_holds(scene):
 
 async def test_a_session_begins_with_a_hello(scene):
     here, _, _ = scene
-    with pytest.raises(InvalidRequest, match="hello"):
+    with pytest.raises(InvalidRequest, match="SessionHello"):
         here.hub.receive(Peer(None, False, "x"), _submit("r9"), memoryview(b""))
     assert here.hub.num_requests == 1
 

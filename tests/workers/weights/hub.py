@@ -10,7 +10,7 @@ import torch
 
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
 from tests.workers.tiny import BLOCK

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, models
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.session.sampling import SamplingDefaults
-from tanghulu.workers.weights.generation_defaults import defaults_from_gguf, defaults_from_hf
 from tanghulu.workers.weights.source import ModelSource
-from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
+from tanghulu.workers.weights.tokenizer_assets import defaults_from_gguf, defaults_from_hf, load_tokenizer_assets
 
 
 def test_from_generation_config():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.gguf_config import config_from_gguf
@@ -148,13 +148,13 @@ def test_metadata_of_published_files_is_read(name: str) -> None:
 def test_other_architectures_and_split_files_are_refused_by_name(tiny: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(tiny, path, metadata=lambda writer: writer.add_uint16("split.count", 3))
-    with pytest.raises(ModelUnsupported, match="one GGUF file of 3"):
+    with pytest.raises(ModelUnsupported, match="split into 3 GGUF files"):
         resolve_model(str(path))
     writer = gguf.GGUFWriter(path, "mistral3")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelUnsupported, match=r"'mistral3' cannot be run; .* llama, qwen2, qwen3 from GGUF"):
+    with pytest.raises(ModelUnsupported, match=r"'mistral3' is not supported; .* llama, qwen2, qwen3 from GGUF"):
         resolve_model(str(path))
 
 

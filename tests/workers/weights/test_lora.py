@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import fingerprint, resolve_model

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.weights import fingerprint, resolve_model
 from tanghulu.workers.weights.gguf_config import config_from_gguf
 from tanghulu.workers.weights.gguf_file import GgufFile

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.model import load_model
 from tanghulu.workers.weights import ModelSource, fingerprint, resolve_model
 from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
 from tanghulu.workers.weights.gguf_file import GgufFile
@@ -53,7 +53,7 @@ def test_gguf_frequency_factors_equal_llama3_scaling(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path, rope_scaling=rope)
     assert resolve_model(str(tmp_path)).config.rope_scaling == scaling
     frequencies = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    from tanghulu.workers.compute.models.rope import _scaled
+    from tanghulu.workers.compute.models.layers import _scaled
 
     factors = (frequencies / _scaled(frequencies, scaling)).float().numpy()
     path = tmp_path / "tiny.gguf"
@@ -82,7 +82,7 @@ def test_damaged_files_are_refused(tiny: TinyModel, tmp_path: Path) -> None:
     write_gguf(tiny, path)
     whole = path.read_bytes()
     path.write_bytes(b"GGML" + whole[4:])
-    with pytest.raises(ModelUnsupported, match="no GGUF file"):
+    with pytest.raises(ModelUnsupported, match="not a GGUF file"):
         resolve_model(str(path))
     path.write_bytes(whole[:200])
     with pytest.raises(ModelUnsupported, match="damaged"):

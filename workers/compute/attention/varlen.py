@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tanghulu.workers.compute.attention.base import PagedPlan
-from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
+from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, PagedPlan
 from tanghulu.workers.compute.device import multiplies_bfloat16, upload
 from tanghulu.workers.compute.forward_batch import DecodeTables, ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors, from_rows

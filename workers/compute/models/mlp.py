@@ -12,7 +12,6 @@ A token's summands and their order follow from the token alone, so experts are b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -22,32 +21,24 @@ from tanghulu.workers.compute.models.weight_loader import WeightLoader
 from tanghulu.workers.weights.model_config import ModelConfig, RoutedExperts
 
 
-class Mlp(Protocol):
-    """A layer's function of its normed hidden states; on several ranks each computes a summand of it."""
-
-    def take_factor(self) -> float:
-        """Return the factor by which the caller must multiply all inputs."""
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute ``inputs`` [N, hidden] -> [N, hidden], a tensor of its own."""
-
-    def add_to(self, sums: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Add the result of `__call__` to ``sums`` [N, hidden], in place."""
-
-
 class GatedMlp:
-    """down(activate(gate(x)) * up(x)); ``gate_up`` is fused by rows."""
+    """down(activate(gate(x)) * up(x)) of normed hidden states; ``gate_up`` is fused by rows.
+
+    On several ranks each computes a summand. Results [N, hidden] are tensors of their own.
+    """
 
     def __init__(self, gate_up: Linear, down: Linear, activate: Activation) -> None:
         self._gate_up, self._down, self._activate = gate_up, down, activate
 
     def take_factor(self) -> float:
+        """Return the factor by which the caller must multiply all inputs."""
         return self._gate_up.take_factor()
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         return self._down(self._widened(inputs))
 
     def add_to(self, sums: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add the result to ``sums`` [N, hidden], in place."""
         self._down.add_to(sums, self._widened(inputs))
 
     def _widened(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -56,7 +47,7 @@ class GatedMlp:
 
 
 class RoutedMlp:
-    """``experts``, of which ``router`` [count, hidden] picks some for each token according to ``routing``."""
+    """As a `GatedMlp`: ``experts``, of which ``router`` [count, hidden] picks some for each token by ``routing``."""
 
     def __init__(self, router: Linear, experts: Sequence[GatedMlp], routing: RoutedExperts) -> None:
         self._router, self._experts, self._routing = router, experts, routing
@@ -94,7 +85,10 @@ class RoutedMlp:
         return weights.to(inputs.dtype), picked
 
 
-def load_mlp(loader: WeightLoader, config: ModelConfig, index: int) -> GatedMlp | RoutedMlp:
+Mlp = GatedMlp | RoutedMlp
+
+
+def load_mlp(loader: WeightLoader, config: ModelConfig, index: int) -> Mlp:
     """Load this rank's share of the MLP of layer ``index``. Raises ModelUnsupported that names what is missing."""
     in_pieces = loader.arithmetic.invariant and loader.on_cpu
     activate = activation(config.activation, in_pieces=in_pieces)

@@ -1,4 +1,4 @@
-"""One tensor-parallel rank's share of a model, and the summation of the ranks' results.
+"""One tensor-parallel rank's share of a model, the ranks' group, and the summation of their results.
 
 Heads and the intermediate width are split by rows of Q, K, V, gate and up; the output and down projections by columns,
 so that each rank holds a summand of the result and one sum a product makes it whole. (Megatron-LM,
@@ -8,12 +8,15 @@ embedding is whole everywhere; the head's rows are divided and rank 0 gathers th
 
 from __future__ import annotations
 
+import datetime
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from tanghulu.errors import ConfigError
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.weights.model_config import ModelConfig
 
 
@@ -57,4 +60,31 @@ def require_split(config: ModelConfig, size: int) -> None:
     for count, what in counts:
         if count % size:
             each = ", ".join(f"{count} {what}" for count, what in counts)
-            raise ConfigError(f"--tp {size} cannot share out the model's {count} {what}; choose a divisor of {each}")
+            raise ConfigError(f"--tp {size} does not divide the model's {count} {what}; choose a divisor of {each}")
+
+
+#: Longest wait of a rank for the others: far beyond any step.
+_PATIENCE = datetime.timedelta(minutes=5)
+
+
+def join(rank: int, size: int, meeting_file: str, device: torch.device = CPU) -> Shard:
+    """Meet the other ranks through ``meeting_file`` (a path visible to all, no file yet) and become ``rank``.
+
+    They communicate over NCCL if ``device``, this rank's own, is a GPU, else over gloo.
+    """
+    method = f"file://{meeting_file}"
+    if device.type == "cuda":
+        dist.init_process_group(
+            "nccl", init_method=method, rank=rank, world_size=size, timeout=_PATIENCE, device_id=device
+        )
+        return Shard(rank, size)
+    # All ranks are on this host; without a name gloo asks the resolver for the host's address, which may fail.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=_PATIENCE)
+    return Shard(rank, size)
+
+
+def leave() -> None:
+    """Leave the group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -12,7 +12,7 @@ from tanghulu.workers.compute.models.layers import Norm
 from tanghulu.workers.compute.models.shard import Shard
 from tanghulu.workers.weights.gguf_file import FREQUENCY_FACTORS
 from tanghulu.workers.weights.model_config import ModelConfig
-from tanghulu.workers.weights.weight_source import WeightSource
+from tanghulu.workers.weights.safetensors_dir import WeightSource
 
 #: Buffers in older files, which every implementation computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn_rot_embd\.weight)$")
@@ -50,7 +50,9 @@ class WeightLoader:
         if tuple(tensor.shape) != shape:
             raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
         if tensor.dtype not in _WEIGHT_DTYPES:  # its scales are elsewhere
-            raise ModelUnsupported(f"tensor {name!r} is {tensor.dtype}: this worker runs no quantised safetensors")
+            raise ModelUnsupported(
+                f"tensor {name!r} is {tensor.dtype}: this worker does not support quantised safetensors"
+            )
         if self._device.type != "cpu":  # over the bus in the file's type, converted there
             return tensor.to(self._device).to(self._dtype)
         # clone: a tensor that is a view of a mapped file must not outlive the file.
@@ -91,6 +93,6 @@ class WeightLoader:
         left = sorted(name for name in self._weights.untaken() if _IGNORED.search(name) is None)
         if left:
             raise ModelUnsupported(
-                f"the checkpoint has {len(left)} tensors that this worker does not compute with: "
+                f"the checkpoint has {len(left)} tensors that this worker does not use: "
                 f"{', '.join(left[:_MAX_NAMED])}{', ...' if len(left) > _MAX_NAMED else ''}"
             )

@@ -69,7 +69,9 @@ class StoreOptions:
                 f"unknown option {', '.join(map(repr, unknown))} of the connector; known: {', '.join(known)}"
             )
         if not values.get("master"):
-            raise ConfigError('the connector needs "master": "host:port", where tanghulu\'s master listens')
+            raise ConfigError(
+                'the connector has no "master"; set it to the address of tanghulu\'s master, such as "host:7400"'
+            )
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ class StoreOptions:
         try:
             client.exists("kv/", deadline_s=connect_s)
         except TanghuluError as error:
-            _log.warning("tanghulu: the store at %s does not answer, and is tried again later: %s", self.master, error)
+            _log.warning("tanghulu: the store at %s does not answer and is retried later: %s", self.master, error)
         return BlockStore(client, self.load_deadline_s, self.save_deadline_s)
 
 

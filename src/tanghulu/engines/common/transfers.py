@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from tanghulu.engines.common.cache_tasks import Tasks
 from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.common.requests import LoadJob
-from tanghulu.engines.common.saves import Block, SaveJob
+from tanghulu.engines.common.requests import Block, LoadJob, SaveJob
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey

@@ -6,7 +6,6 @@ lock nothing in the store: between lookup and load a chunk may be evicted; its l
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +30,9 @@ class TanghuluL2Adapter(L2AdapterInterface):
         self._options, self._store = options, options.open_store()
         self._signals = [create_event_notifier() for _ in range(3)]
         stored, found, loaded = self._signals
-        self._stores: Tasks[L2StoreResult] = Tasks("store", 1, stored.notify)
+        self._stores: Tasks[L2StoreResult] = Tasks("store", 1, stored.notify, options.max_pending_bytes)
         self._lookups: Tasks[Bitmap] = Tasks("lookup", 1, found.notify)
         self._loads: Tasks[Bitmap] = Tasks("load", options.threads, loaded.notify)
-        self._lock, self._pending_bytes, self._num_shed = threading.Lock(), 0, 0
 
     def get_store_event_fd(self) -> int:
         return int(self._signals[0].fileno())
@@ -47,14 +45,8 @@ class TanghuluL2Adapter(L2AdapterInterface):
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Put the objects; refused as a whole while more than ``save_pending_bytes`` wait."""
-        failed, sizes = L2StoreResult(False, 0), [each.get_size() for each in objects]
-        with self._lock:
-            sheds = self._pending_bytes > 0 and self._pending_bytes + sum(sizes) > self._options.max_pending_bytes
-            self._num_shed += sheds
-            self._pending_bytes += 0 if sheds else sum(sizes)
-        if sheds:
-            return self._stores.begin(lambda: failed, failed)
-        return self._stores.begin(lambda: self._put(keys, objects, sizes), failed)
+        sizes = [each.get_size() for each in objects]
+        return self._stores.begin(lambda: self._put(keys, objects, sizes), L2StoreResult(False, 0), sum(sizes))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         return self._stores.take_all()
@@ -86,7 +78,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
             "type": type(self).__name__,
             "master": self._options.master,
             "stores_under_way": self._stores.num_open,
-            "stores_shed": self._num_shed,
+            "stores_shed": self._stores.num_shed,
             "loads_under_way": self._loads.num_open,
             **self._store.counts,
         }
@@ -100,11 +92,7 @@ class TanghuluL2Adapter(L2AdapterInterface):
             signal.close()
 
     def _put(self, keys: Sequence[Any], objects: Sequence[Any], sizes: Sequence[int]) -> L2StoreResult:
-        try:
-            good = self._store.save(self._names(keys), [each.byte_array for each in objects])
-        finally:
-            with self._lock:
-                self._pending_bytes -= sum(sizes)
+        good = self._store.save(self._names(keys), [each.byte_array for each in objects])
         there = [key for key, stored in zip(keys, good, strict=True) if stored]
         if there:
             self._notify_keys_stored(there, [0] * len(there))

@@ -8,19 +8,73 @@ deadline; any failure of the store is a miss. docs/engines/sglang.md explains it
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import Counter as Counts
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from prometheus_client import Counter, Gauge
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 from tanghulu.engines.common.names import facts_of_model
 from tanghulu.engines.common.options import StoreOptions
 from tanghulu.engines.sglang.hits import HitPolicy, PoolPages, leading, usable_prefix
-from tanghulu.engines.sglang.metrics import Rates, StoreMetrics
 from tanghulu.engines.sglang.pools import KV, PagePool, memory_of
 from tanghulu.errors import ConfigError
+
+#: Transfers remembered until SGLang collects them.
+_MAX_TRANSFERS = 1024
+_RANK = ("tp_rank", "pp_rank")
+_CALLS = Counter(
+    "tanghulu_hicache_outcomes",
+    "lookups, loads and saves of SGLang's pages that failed as a whole, and keys by what came of them",
+    ("outcome", *_RANK),
+)
+_OPEN = Gauge(
+    "tanghulu_hicache_store_open",
+    "1 while the store is used, 0 while it is left alone because it did not answer",
+    _RANK,
+    multiprocess_mode="mostrecent",
+)
+
+
+class Rates:
+    """The pages of the last transfers, and their rates in GB/s; the oldest are dropped if never collected."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._transfers: deque[tuple[int, float]] = deque(maxlen=_MAX_TRANSFERS)
+
+    def add(self, num_pages: int, num_bytes: int, seconds: float) -> None:
+        """Note a transfer; one that moved nothing has no rate."""
+        if num_pages and seconds > 0:
+            with self._lock:
+                self._transfers.append((num_pages, num_bytes / seconds / 1e9))
+
+    def take(self) -> tuple[list[int], list[float]]:
+        """Return the pages and the rates since the last call."""
+        with self._lock:
+            taken, self._transfers = self._transfers, deque(maxlen=_MAX_TRANSFERS)
+        return [num_pages for num_pages, _ in taken], [rate for _, rate in taken]
+
+
+class StoreMetrics:
+    """Exports one rank's counts to this process's Prometheus registry, which SGLang's /metrics includes."""
+
+    def __init__(self, tp_rank: int, pp_rank: int) -> None:
+        self._rank = (str(tp_rank), str(pp_rank))
+        self._shown: Counts[str] = Counts()
+
+    def show(self, counts: Mapping[str, int], is_open: bool) -> None:
+        """Add the counts since the last call."""
+        for outcome, total in list(counts.items()):
+            _CALLS.labels(outcome, *self._rank).inc(total - self._shown[outcome])
+            self._shown[outcome] = total
+        _OPEN.labels(*self._rank).set(is_open)
+
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +105,7 @@ class HiCacheOptions(StoreOptions):
         options = cls.parse({name: value for name, value in extra_config.items() if name not in SGLANGS_OWN})
         if not extra_config.get("interface_v1"):
             _log.warning(
-                'tanghulu: every page is copied once more: put "interface_v1": 1 into '
+                'tanghulu: SGLang copies every page once more; to avoid that, add "interface_v1": 1 to '
                 "--hicache-storage-backend-extra-config"
             )
         return options
@@ -99,8 +153,7 @@ class TanghuluHiCache(HiCacheStorage):
         model = arguments.get("model_path") or (model_name or "").removesuffix(f"-{tag}")
         if not model and not self._options.namespace:
             raise ConfigError(
-                'SGLang does not say which model it runs; put "namespace": "<model>" into '
-                "--hicache-storage-backend-extra-config"
+                'SGLang reports no model; add "namespace": "<model>" to --hicache-storage-backend-extra-config'
             )
         facts = {name: str(arguments[name]) for name in _ARGUMENTS if arguments.get(name)}
         return {"arguments": facts, **facts_of_model(model, arguments.get("revision"))}
@@ -114,11 +167,11 @@ class TanghuluHiCache(HiCacheStorage):
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fill the pages at ``host_indices``; returns for each whether it has all its bytes."""
-        return self._load(self._pools[KV], keys, host_indices)
+        return self._move_pages(self._pools[KV], keys, host_indices, loads=True)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Put the pages at ``host_indices``; returns for each whether it is now in the store, visible to all."""
-        return self._save(self._pools[KV], keys, host_indices)
+        return self._move_pages(self._pools[KV], keys, host_indices, loads=False)
 
     # --- the pools of hybrid models
 
@@ -129,8 +182,8 @@ class TanghuluHiCache(HiCacheStorage):
         policies = [HitPolicy.of(transfer.hit_policy) for transfer in transfers]
         for transfer, policy in zip(transfers, policies, strict=True):
             beside = self._pools.get(_text(transfer.name))
-            asked = group_keys(keys, transfer) if policy is HitPolicy.BLOCK_GROUPS else keys
-            names.append(beside.keys(asked) if beside is not None else [])
+            pages = group_keys(keys, transfer) if policy is HitPolicy.BLOCK_GROUPS else keys
+            names.append(beside.keys(pages) if beside is not None else [])
         there = iter(self._has([name for part in names for name in part]))
         kv, *others = [[next(there) for _ in part] for part in names]
         num_kv_pages = leading(kv) if pool.has_memory else len(keys)
@@ -147,16 +200,16 @@ class TanghuluHiCache(HiCacheStorage):
         ]
         prefix = usable_prefix(num_kv_pages, beside_kv)
         hits = {PoolName.KV: num_kv_pages, **{each.name: prefix.pools[_text(each.name)] for each in transfers}}
-        said = {name: num_pages for name, num_pages in hits.items() if num_pages}
-        return PoolTransferResult(prefix.num_pages, said, prefix.restorable)
+        nonzero = {name: num_pages for name, num_pages in hits.items() if num_pages}
+        return PoolTransferResult(prefix.num_pages, nonzero, prefix.restorable)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Do the same as ``batch_get_v1`` for several pools."""
-        return {each.name: self._perform(self._load, each) for each in transfers}
+        return {each.name: self._move_in(each, loads=True) for each in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """Do the same as ``batch_set_v1`` for several pools."""
-        return {each.name: self._perform(self._save, each) for each in transfers}
+        return {each.name: self._move_in(each, loads=False) for each in transfers}
 
     # --- one page or tensor at a time, copied by SGLang; without "interface_v1"
 
@@ -170,7 +223,7 @@ class TanghuluHiCache(HiCacheStorage):
         """Read each page into its tensor; None for a missing page."""
         if target_locations is None or any(each is None for each in target_locations):
             return [None] * len(keys)
-        good = self._read(self._pools[KV], keys, [[memory_of(each)] for each in target_locations])
+        good = self._move(self._pools[KV], keys, [[memory_of(each)] for each in target_locations], loads=True)
         return [target if loaded else None for target, loaded in zip(target_locations, good, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -183,7 +236,7 @@ class TanghuluHiCache(HiCacheStorage):
         if values is None:
             return False
         whole = [each.contiguous() for each in values]
-        return all(self._write(self._pools[KV], keys, [[memory_of(each)] for each in whole]))
+        return all(self._move(self._pools[KV], keys, [[memory_of(each)] for each in whole], loads=False))
 
     # --- life
 
@@ -191,7 +244,7 @@ class TanghuluHiCache(HiCacheStorage):
         """Remove the pages of servers with this one's fingerprint, and no others."""
         for prefix in {pool.prefix for pool in list(self._pools.values())}:
             if not self._store.remove_below(prefix):
-                _log.warning("tanghulu: not all pages below %s could be removed", prefix)
+                _log.warning("tanghulu: the store did not remove all pages below %s; clear the cache again", prefix)
 
     def get_stats(self) -> Any:
         """Return what was moved since the last call, in the form of SGLang's metrics; called if metrics are enabled."""
@@ -208,40 +261,33 @@ class TanghuluHiCache(HiCacheStorage):
 
     # --- the store
 
-    def _perform(self, work: Any, transfer: Any) -> list[bool]:
+    def _move_in(self, transfer: Any, *, loads: bool) -> list[bool]:
         keys, pool = list(transfer.keys or ()), self._pools.get(_text(transfer.name))
         if pool is None:
-            _log.error("tanghulu: SGLang never registered its pool %s", _text(transfer.name))
+            _log.error(
+                "tanghulu: SGLang has not registered its pool %s, so its pages are not moved", _text(transfer.name)
+            )
             return [False] * len(keys)
-        done: list[bool] = work(pool, keys, transfer.host_indices)
-        return done
+        return self._move_pages(pool, keys, transfer.host_indices, loads=loads)
 
-    def _load(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
-        if not pool.has_memory or not keys:
-            return [True] * len(keys)
+    def _move_pages(self, pool: PagePool, keys: Sequence[str], indices: Any, *, loads: bool) -> list[bool]:
+        if not pool.has_memory or not keys or not (loads or pool.is_writer):
+            return [True] * len(keys)  # of those to save, another rank puts the same bytes
         buffers = pool.buffers(indices, len(keys))
-        return [False] * len(keys) if buffers is None else self._read(pool, keys, buffers)
+        return [False] * len(keys) if buffers is None else self._move(pool, keys, buffers, loads=loads)
 
-    def _save(self, pool: PagePool, keys: Sequence[str], indices: Any) -> list[bool]:
-        if not pool.has_memory or not pool.is_writer or not keys:
-            return [True] * len(keys)  # another rank puts the same bytes
-        buffers = pool.buffers(indices, len(keys))
-        return [False] * len(keys) if buffers is None else self._write(pool, keys, buffers)
+    def _move(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any], *, loads: bool) -> list[bool]:
+        """Load or save the pages; return for each whether it was."""
+        began_s, names = time.monotonic(), pool.keys(keys)
+        if loads:
+            rates, good = self._loads, [error is None for error in self._store.load(names, buffers)]
+        else:
+            rates, good = self._saves, self._store.save(names, buffers)
+        rates.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
+        return good
 
     def _has(self, keys: Sequence[str]) -> list[bool]:
         return self._store.has(keys, self._options.lookup_deadline_s)
-
-    def _read(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        began_s = time.monotonic()
-        good = [error is None for error in self._store.load(pool.keys(keys), buffers)]
-        self._loads.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
-        return good
-
-    def _write(self, pool: PagePool, keys: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
-        began_s = time.monotonic()
-        good = self._store.save(pool.keys(keys), buffers)
-        self._saves.add(sum(good), sum(good) * pool.page_bytes, time.monotonic() - began_s)
-        return good
 
 
 def group_keys(keys: Sequence[str], transfer: Any) -> list[str]:

@@ -27,7 +27,7 @@ class HitPolicy(Enum):
         try:
             return cls(value)
         except ValueError:
-            raise InvalidRequest(f"the policy {value!r} of a pool is unknown") from None
+            raise InvalidRequest(f"unknown pool policy {value!r}: this SGLang is newer than the connector") from None
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class PagePool:
             layout = getattr(self._pool, "layout", None)
             raise ConfigError(
                 f"the pages of SGLang's pool {self.name!r} ({type(self._pool).__name__}, layout {layout!r}) cannot be "
-                f"reached in place: {error}; try --hicache-mem-layout page_first"
+                f"accessed in place: {error}; use --hicache-mem-layout page_first"
             ) from None
         return [int(size) for size in sizes]
 

@@ -22,8 +22,7 @@ from vllm.logger import init_logger
 
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.common.requests import LoadJob, RequestBook
-from tanghulu.engines.common.saves import PendingSaves, SaveJob
+from tanghulu.engines.common.requests import LoadJob, PendingSaves, RequestBook, SaveJob
 from tanghulu.engines.common.transfers import BlockMemory, Ended, PrefixLookup, Transfers
 from tanghulu.engines.vllm.facts import fingerprint_of, refuse_what_cannot_work
 from tanghulu.store.client.block_store import BlockStore
@@ -96,7 +95,7 @@ class TanghuluConnector(KVConnectorBase_V1):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None, "a rank was asked what only the scheduler knows"
+        assert self._scheduler is not None, "this is a rank, not the scheduler"
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -146,7 +145,7 @@ class TanghuluConnector(KVConnectorBase_V1):
 
     @property
     def rank(self) -> RankSide:
-        assert self._rank is not None, "the scheduler was asked for a transfer"
+        assert self._rank is not None, "this is the scheduler, not a rank"
         return self._rank
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -254,7 +253,7 @@ class SchedulerSide:
         self.book.leave(request_id)
 
     def close(self) -> None:
-        _log.info("tanghulu: asked of the store: %s", dict(self._store.counts))
+        _log.info("tanghulu: calls of the store: %s", dict(self._store.counts))
         self._store.close()
 
     def _keys(self, hashes: list[bytes]) -> list[ChunkKey]:
@@ -299,5 +298,7 @@ def _bytes_of_blocks(name: str, cache: torch.Tensor) -> Any:
     import torch
 
     if not cache.is_contiguous():
-        raise ValueError(f"the cache of layer {name} has strides {cache.stride()}, so that its blocks are in pieces")
+        raise ValueError(
+            f"the cache of layer {name} is not contiguous (strides {cache.stride()}); this connector needs whole blocks"
+        )
     return cache.view(torch.uint8).reshape(cache.shape[0], -1).numpy()

@@ -24,26 +24,26 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
-            f'"kv_load_failure_policy" is {transfer.kv_load_failure_policy!r}, which ends a request whose load fails; '
-            'put "kv_load_failure_policy": "recompute" into --kv-transfer-config'
+            f'"kv_load_failure_policy" is {transfer.kv_load_failure_policy!r}, which fails a request when its load '
+            'fails; set it to "recompute" in --kv-transfer-config'
         )
     if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
         raise ConfigError(
-            f"with --prefix-caching-hash-algo {algorithm} every process names its blocks differently; say sha256_cbor, "
-            "or set PYTHONHASHSEED to one value everywhere"
+            f"block names of --prefix-caching-hash-algo {algorithm} differ between processes; use sha256_cbor, or set "
+            "PYTHONHASHSEED to the same value everywhere"
         )
     if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("blocks have no names without prefix caching; leave out --no-enable-prefix-caching")
+        raise ConfigError("blocks have no names without prefix caching; drop --no-enable-prefix-caching")
     if len(kv_cache_config.kv_cache_groups) != 1:
         num_groups = len(kv_cache_config.kv_cache_groups)
-        raise ConfigError(f"the model has {num_groups} groups of KV cache, and this connector knows models with one")
+        raise ConfigError(f"the model has {num_groups} KV cache groups; this connector supports one")
     if vllm_config.device_config.device_type != "cpu":
         raise ConfigError(
-            f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs take "
+            f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs use "
             "OffloadingConnector with TanghuluTier (docs/engines/vllm.md)"
         )
     if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: this connector knows only 1")
+        raise ConfigError(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}: this connector supports only 1")
 
 
 def fingerprint_of(vllm_config: Any, kv_cache_config: Any, namespace: str) -> Fingerprint:
@@ -81,7 +81,7 @@ def fingerprint_of_tier(config: Any, row_bytes: int, device: str, namespace: str
     model, parallel = config.model, config.parallel
     if not Path(model.name).is_dir() and not namespace:
         raise ConfigError(
-            f"vLLM does not tell its tiers which revision of {model.name!r} runs; give --model a folder, or put "
+            f"vLLM does not report the revision of {model.name!r} to its tiers; set --model to a folder, or add "
             '"namespace": "<model and revision>" beside "master"'
         )
     return make_fingerprint(

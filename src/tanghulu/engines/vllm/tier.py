@@ -102,7 +102,7 @@ class TanghuluTier(SecondaryTierManager):
         self._jobs.close()
         self._lookups.shutdown()
         _log.info(
-            "tanghulu: came of the tier's calls: %s, stores shed: %d", dict(self._store.counts), self._jobs.num_shed
+            "tanghulu: outcomes of the tier's calls: %s, stores shed: %d", dict(self._store.counts), self._jobs.num_shed
         )
 
 

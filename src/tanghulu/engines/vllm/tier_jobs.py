@@ -42,12 +42,14 @@ class TierJobs:
         clock: Clock | None = None,
     ) -> None:
         self._store, self._memory, self._row_bytes = store, memory, row_bytes
-        self._options, self._clock = options, clock or SystemClock()
+        self._clock = clock or SystemClock()
         # Requests wait for loads: stores, however many, have their own thread.
         self._loads: Tasks[EndedJob] = Tasks("load", options.threads, lambda: None)
-        self._stores: Tasks[EndedJob] = Tasks("store", 1, lambda: None)
-        self._pending: dict[int, int] = {}  # bytes of each store whose end was not collected
-        self.num_shed = 0
+        self._stores: Tasks[EndedJob] = Tasks("store", 1, lambda: None, options.max_pending_bytes)
+
+    @property
+    def num_shed(self) -> int:
+        return self._stores.num_shed
 
     def load(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
         """Start filling the rows; ``take_ended`` reports the end."""
@@ -55,21 +57,12 @@ class TierJobs:
 
     def store(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
         """Start putting the rows; refused as a whole while more than ``save_pending_bytes`` wait."""
-        failed, num_bytes = _failed(job_id, keys), len(keys) * self._row_bytes
-        waiting = sum(self._pending.values())
-        if waiting and waiting + num_bytes > self._options.max_pending_bytes:
-            self.num_shed += 1
-            self._stores.begin(lambda: failed, failed)
-            return
-        self._pending[job_id] = num_bytes
-        self._stores.begin(lambda: self._move(self._store.save, job_id, keys, rows), failed)
+        num_bytes = len(keys) * self._row_bytes
+        self._stores.begin(lambda: self._move(self._store.save, job_id, keys, rows), _failed(job_id, keys), num_bytes)
 
     def take_ended(self) -> list[EndedJob]:
         """Return the jobs that ended since the last call."""
-        ended = [*self._loads.take_all().values(), *self._stores.take_all().values()]
-        for job in ended:
-            self._pending.pop(job.job_id, None)
-        return ended
+        return [*self._loads.take_all().values(), *self._stores.take_all().values()]
 
     def drain(self) -> None:
         """Return when no job accesses the memory any more; those that have not begun fail."""

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
-from tanghulu.runtime.process import ProcessConfig
+from tanghulu.runtime.master_options import PortOptions
+from tanghulu.workers.sessions.port import SessionOptions
 
 CONNECTOR = "TanghuluConnector"
 CONNECTOR_MODULE = "tanghulu.engines.vllm.connector"
@@ -37,7 +36,7 @@ _DECIDED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig):
+class VllmWorkerConfig(SessionOptions):
     """The options of a worker that computes with vLLM."""
 
     role: str = option(
@@ -45,18 +44,12 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
         "prefill computes prompts; decode answers with the KV that a prefill worker stored; worker does both",
         choices=("worker", "prefill", "decode"),
     )
-    port: int = option(7430, "port of sessions and administration; 0 picks one")
-    discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("", "a directory with safetensors, config.json and tokenizer.json", metavar="DIR")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     kv_memory: int = option(0, "memory of vLLM's KV cache; 0 leaves it to vLLM", size=True)
     block_tokens: int = option(0, "tokens per block, equal for all workers that share KV; 0 leaves it to vLLM")
     max_num_batched_tokens: int = option(
         0, "limit on tokens per step, which bounds how long a prefill delays decodes; 0 leaves it to vLLM"
-    )
-    store: bool = option(True, "load prefixes from the store and keep new blocks there")
-    grace_s: float = option(
-        10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
     vllm: str = option("{}", "further engine arguments of vLLM as JSON, such as '{\"enforce_eager\": true}'")
 
@@ -69,7 +62,7 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
                 "safetensors"
             )
         if self.role != "worker" and not self.store:
-            raise ConfigError(f"--role {self.role} needs the store, through which prompts are handed over")
+            raise ConfigError(f"--role {self.role} hands prompts over through the store; drop --no-store")
         self.further_arguments()
 
     @property
@@ -82,12 +75,12 @@ class VllmWorkerConfig(SecretOptions, MasterOptions, PortOptions, ProcessConfig)
         try:
             given = json.loads(self.vllm)
         except ValueError as error:
-            raise ConfigError(f"--vllm is no JSON: {error}") from None
+            raise ConfigError(f"--vllm is not valid JSON: {error}") from None
         if not isinstance(given, dict):
             raise ConfigError('--vllm must be a JSON object of engine arguments, such as {"max_model_len": 4096}')
         for name in sorted(given.keys() & _DECIDED.keys()):
-            instead = f"; use {_DECIDED[name]}" if _DECIDED[name] else ", for the conductor depends on it"
-            raise ConfigError(f"--vllm: {name} is decided by this worker{instead}")
+            instead = f"use {_DECIDED[name]}" if _DECIDED[name] else "the conductor depends on its value"
+            raise ConfigError(f"--vllm cannot set {name}: {instead}")
         return given
 
     def engine_arguments(self, events: Path, replay: Path) -> dict[str, Any]:

@@ -7,19 +7,22 @@ one message to each conductor, like those of a step of our own engine.
 vLLM may keep two blocks of one name, if two requests compute the same prompt at once, and its KV events report each
 of them (`CachedNames`): a name is removed with its last block. Example: of stored a, stored a, removed a the conductor
 receives "stored a" alone.
+
+vLLM reports the number of running requests and the part of the cache in use, but not the number of waiting tokens
+(`LoadBook`): a request's are those not cached on its arrival, until its first token shows that they are computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
+from msgspec import structs
 
-from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
@@ -27,9 +30,80 @@ from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.exports import KvExport
-from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
-from tanghulu.workers.sessions.port import TakesSnapshot
+from tanghulu.workers.sessions.server import TakesSnapshot
+
+
+class LoadBook:
+    """Requests from their submission to their end, and the latest figures of a cache of ``num_blocks``.
+
+    ``max_num_seqs`` is the maximum number of requests that vLLM runs in one step.
+    """
+
+    def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
+        self._num_blocks, self._max_num_seqs = num_blocks, max_num_seqs
+        self._waiting: dict[RequestId, int] = {}  # tokens to compute, of requests without a token yet
+        self._started: set[RequestId] = set()
+        self._speed = SpeedMeter(reads_peers=False)
+        self._num_running = 0
+        self._share_in_use = 0.0
+        self.num_added = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._started)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._waiting or request_id in self._started
+
+    def add(self, request_id: RequestId, num_tokens: int) -> None:
+        """Add a request; ``num_tokens`` of its prompt are not cached."""
+        assert request_id not in self, request_id
+        self.num_added += 1
+        self._waiting[request_id] = num_tokens
+
+    def started(self, request_id: RequestId) -> None:
+        """Note that the request has a token."""
+        if self._waiting.pop(request_id, None) is not None:
+            self._started.add(request_id)
+
+    def ended(self, request_id: RequestId) -> None:
+        """Note that the request has ended in any way."""
+        self._waiting.pop(request_id, None)
+        self._started.discard(request_id)
+
+    def step(self, stats: Any) -> None:
+        """Process vLLM's ``SchedulerStats`` of a step."""
+        self._num_running = stats.num_running_reqs
+        self._share_in_use = stats.kv_cache_usage
+        details = stats.iteration_details
+        if details is not None and not details.is_dummy and details.elapsed_ms > 0:
+            num_tokens = details.num_ctx_tokens + details.num_generation_tokens
+            num_requests = details.num_ctx_requests + details.num_generation_requests
+            self._speed.step(num_tokens, num_requests, details.elapsed_ms / 1000)
+
+    def load(self, num_cached: int) -> EngineLoad:
+        """Return the current load; ``num_cached`` names are in the cache."""
+        num_running = min(self._num_running, len(self))
+        in_use = round(self._share_in_use * self._num_blocks) if len(self) else 0
+        shared = structs.replace(
+            self._speed.speeds,
+            num_running=num_running,
+            num_waiting=len(self) - num_running,
+            blocks_total=self._num_blocks,
+            blocks_free=self._num_blocks - in_use,
+            prefill_tokens_waiting=sum(self._waiting.values()),
+            max_num_seqs=self._max_num_seqs,
+        )
+        return EngineLoad(
+            shared, blocks_cached=max(num_cached - in_use, 0), blocks_in_use=in_use, num_added=self.num_added
+        )
+
+    def check(self) -> None:
+        assert not self._waiting.keys() & self._started
+        assert len(self) <= self.num_added
+
 
 _log = structlog.get_logger(__name__)
 #: Interval of the health checks of vLLM's process.
@@ -38,28 +112,11 @@ LOOK_S = 0.5
 DROP_S, DROP_AGAIN_S = 10.0, 0.1
 
 
-class AsyncEngine(Protocol):
-    """The part of vLLM's ``AsyncLLM`` used here."""
-
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int = 0
-    ) -> AsyncIterator[Any]: ...
-
-    async def check_health(self) -> None:
-        """Raise if vLLM's process has ended."""
-
-    async def is_sleeping(self) -> bool:
-        """Return whether it sleeps; vLLM's process answers between two steps."""
-
-    async def reset_prefix_cache(self) -> bool:
-        """Drop the cache, unless blocks are in use."""
-
-
 @dataclass(frozen=True, slots=True)
 class VllmSurface:
     """vLLM's engine, and the types of vLLM needed to use it."""
 
-    llm: AsyncEngine
+    llm: Any  # its AsyncLLM
     sampling: Callable[[VllmRequest], Any]  # makes SamplingParams
     dead: type[BaseException]
     invalid: tuple[type[BaseException], ...]  # raised for invalid requests
@@ -110,10 +167,10 @@ class VllmEngine:
     ) -> None:
         """Pass the request to vLLM."""
         if request.request_id in self._book:
-            refused(Conflict(f"request {request.request_id} is under way"))
+            refused(Conflict(f"request {request.request_id} is already running here"))
             return
         if len(self._book) >= self._max_requests:
-            refused(Overloaded(f"{len(self._book)} requests are here, and no more than {self._max_requests} may be"))
+            refused(Overloaded(f"{len(self._book)} requests are here, the maximum; retry later or at another worker"))
             return
         num_cached = self._mirror.num_leading(request.block_hashes) * self._block_tokens
         self._book.add(request.request_id, max(len(request.tokens) - num_cached, 1))
@@ -171,7 +228,7 @@ class VllmEngine:
             raise DeadlineExceeded(f"vLLM computed no token within {deadline_s:g} s") from None
         except surface.dead as error:
             self._fail(error)
-            raise NodeUnavailable("vLLM's engine has ended") from error
+            raise NodeUnavailable("vLLM's engine has ended; see the worker's log") from error
         return self._loop.time() - began_s
 
     async def drop_cached(self) -> int:
@@ -179,7 +236,7 @@ class VllmEngine:
         num_cached, until_s = len(self._mirror), self._loop.time() + DROP_S
         while not await self._surface.llm.reset_prefix_cache():
             if self._book or self._loop.time() > until_s:
-                raise Conflict("vLLM forgets its cache only while no request uses it")
+                raise Conflict("vLLM cannot drop its cache while requests use it; retry when they have ended")
             await asyncio.sleep(DROP_AGAIN_S)
         return num_cached
 
@@ -222,12 +279,12 @@ class VllmEngine:
         except surface.dead as error:
             self._fail(error)
         except surface.invalid as error:
-            refused(InvalidRequest(f"vLLM refuses the request: {error}"))
+            refused(InvalidRequest(f"vLLM rejected the request: {error}"))
         except TanghuluError as error:
             refused(error)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is this request's end, not the worker's
             _log.warning("vllm.request_failed", request=request.request_id, error=repr(error))
-            refused(NodeUnavailable(f"vLLM failed at the request: {error!r}"))
+            refused(NodeUnavailable(f"vLLM failed to serve the request: {error!r}"))
 
     async def _hand_over(self, request: VllmRequest, last: Output) -> Output:
         """Wait until the prompt's blocks are in the store, so that another worker can continue.

@@ -47,7 +47,7 @@ class StatsRelay:
 def require_vllm() -> None:
     """Raise ConfigError if vLLM is not installed here."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("a vLLM worker runs in vLLM's environment: there is no package vllm")
+        raise ConfigError("package vllm is not installed; run tanghulu vllm-worker in vLLM's environment")
 
 
 class LoadedVllm:
@@ -84,11 +84,9 @@ class LoadedVllm:
         await self._ask("tanghulu_end_with", os.getpid())
         first = found[0]
         if first["num_groups"] != 1:
-            raise ConfigError(
-                f"the model has {first['num_groups']} groups of KV cache, and this worker knows models with one"
-            )
+            raise ConfigError(f"the model has {first['num_groups']} KV cache groups; a vLLM worker supports one")
         if any(each != first for each in found):
-            raise NodeUnavailable(f"vLLM's ranks disagree about their cache: {found}")
+            raise NodeUnavailable(f"vLLM's ranks report different caches: {found}")
         model = self._llm.model_config
         return VllmFacts(
             fingerprint=Fingerprint(bytes.fromhex(first["fingerprint"])),
@@ -149,7 +147,7 @@ def _start(arguments: dict[str, Any], relay: StatsRelay) -> Any:
     try:
         return AsyncLLM.from_engine_args(made, stat_loggers=[Relayed])
     except ValueError as error:
-        raise ConfigError(f"vLLM refuses this configuration: {error}") from error
+        raise ConfigError(f"vLLM rejected this configuration: {error}") from error
     except RuntimeError as error:
         raise NodeUnavailable(f"vLLM did not start (see its log): {error}") from error
 

@@ -76,7 +76,7 @@ class VllmRequestFactory:
         """Make the request; raises InvalidRequest for one that vLLM does not support, NodeUnavailable for one that
         another worker could take."""
         if not self._hands_over and (submit.hand_over or submit.source is not None):
-            raise InvalidRequest("a vLLM worker without a store computes prompt and answer; it hands nothing over")
+            raise InvalidRequest("this vLLM worker has no store to hand prompts over; start it without --no-store")
         submit.sampling.validate()
         submit.stop.validate()
         root = root_hash(Fingerprint(b""), submit.salt, VLLM_SHA256_CBOR, self._naming_key)
@@ -84,7 +84,7 @@ class VllmRequestFactory:
         num_prompt = submit.num_prompt_tokens
         if not 0 < num_prompt <= len(sequence):
             raise InvalidRequest(
-                f"request {submit.request_id} says {num_prompt} prompt tokens, but has {len(sequence)} tokens"
+                f"request {submit.request_id} claims {num_prompt} prompt tokens but has {len(sequence)} tokens"
             )
         num_generated = len(sequence) - num_prompt
         return VllmRequest(
@@ -101,7 +101,7 @@ class VllmRequestFactory:
 
     def pulled(self, pull: PullAhead) -> tuple[TokenSequence, KvSource]:
         """Raise InvalidRequest: nothing is fetched from another worker's memory here."""
-        raise InvalidRequest("a vLLM worker fetches nothing from another one's memory")
+        raise InvalidRequest("a vLLM worker cannot fetch KV from another worker's memory")
 
     def probe(self, request_id: RequestId) -> VllmRequest:
         """Return a request of one token whose name no other prompt has."""
@@ -113,7 +113,9 @@ def _sampling(submit: Submit, num_generated: int) -> dict[str, Any]:
     given, stop = submit.sampling, submit.stop
     max_tokens = stop.max_new_tokens - num_generated
     if max_tokens < 1:
-        raise InvalidRequest(f"max_new_tokens is {stop.max_new_tokens}; {num_generated} exist already")
+        raise InvalidRequest(
+            f"max_new_tokens is {stop.max_new_tokens}, and {num_generated} tokens were already generated"
+        )
     if submit.hand_over:
         max_tokens = 1
     # A request without a seed still draws the same tokens wherever it begins: its id is the seed.
@@ -141,7 +143,9 @@ def _grammar(sampling: Sampling, num_generated: int) -> dict[str, str] | None:
     if sampling.grammar is None:
         return None
     if num_generated:
-        raise NodeUnavailable("vLLM cannot go on in the middle of a text under a grammar")
+        raise NodeUnavailable(
+            f"vLLM cannot continue a text of {num_generated} tokens under a grammar; use another worker"
+        )
     kind, text = sampling.grammar
     return {_GRAMMARS[kind]: text}
 
@@ -153,7 +157,7 @@ def output_of(request: VllmRequest, output: Any) -> Output:
     if one.finish_reason is not None:
         finish = _FINISH.get(one.finish_reason)
         if finish is None or (finish is FinishReason.STOP and not tokens):
-            raise NodeUnavailable(f"vLLM ended request {request.request_id}: {one.finish_reason}")
+            raise NodeUnavailable(f"vLLM ended request {request.request_id} early: {one.finish_reason}")
     made = Output(request.request_id, tokens, finish)
     made.cached_tokens = min(output.num_cached_tokens or 0, request.num_prompt_tokens)
     if finish is FinishReason.STOP:

@@ -10,39 +10,33 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import structlog
 
-from tanghulu.auth.tokens import TokensFile
 from tanghulu.conductor.routing_service.vllm_events import EventSource, VllmFollower
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
-from tanghulu.engines.vllm_worker.engine import VllmEngine
+from tanghulu.engines.vllm_worker.engine import LoadBook, VllmEngine
 from tanghulu.engines.vllm_worker.llm import LoadedVllm, StatsRelay, VllmFacts
-from tanghulu.engines.vllm_worker.load_book import LoadBook
 from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.hashing import VLLM_SHA256_CBOR
 from tanghulu.masters import Masters
-from tanghulu.rpc.authorizer import Authorizer
-from tanghulu.rpc.fast_port import FastPort
-from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.greeting import welcome
-from tanghulu.rpc.methods import HELLO, EndReply
+from tanghulu.rpc.methods import HELLO
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
 from tanghulu.session.outputs import KvSource
 from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
-from tanghulu.types import Address, BlockHash, Fingerprint, RequestId
+from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.sessions.beats import EngineBeats
-from tanghulu.workers.sessions.calls import WorkerCalls
+from tanghulu.workers.sessions.health import EngineBeats
+from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import model_card
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of_folder
@@ -54,33 +48,16 @@ MAX_REQUESTS = 1024
 BREAK_OFF_S = 0.5
 
 
-class VllmWorkerServer:
-    """A running worker; an async context manager. ``failure`` is the reason if vLLM has ended."""
+class VllmWorkerServer(SessionWorker):
+    """A running worker of vLLM. ``failure`` is the reason if vLLM has ended."""
 
     def __init__(self, process: Process, config: VllmWorkerConfig) -> None:
-        self._process = process
+        super().__init__(process, config, config.folder.name)
         self._config = config
-        self._secret = config.shared_secret()
-        self._stack = contextlib.AsyncExitStack()
         self._ending = asyncio.Event()
         self.failure: BaseException | None = None
-        self.model_name = config.folder.name
-        self.address = Address("", 0)
-        self.unix_path = ""
-        self.instance_id = process.instance_id(config.port)
 
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await self._open(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
-
-    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start vLLM first, which starts processes, then open the port."""
         process, config, relay = self._process, self._config, StatsRelay()
         events, replay = process.run_dir / "kv-events.sock", process.run_dir / "kv-replay.sock"
@@ -126,15 +103,7 @@ class VllmWorkerServer:
         self, stack: contextlib.AsyncExitStack, loaded: LoadedVllm, facts: VllmFacts, assets: TokenizerAssets
     ) -> None:
         process, config = self._process, self._config
-        tokens = None if config.tokens is None else TokensFile(config.tokens)
-        tls = config.server_tls()
-        service = FastService()
-        port = FastPort(service, process.run_dir, "worker", tls)
-        self.address = await port.bind(config.host, config.port, config.reachable_host)
-        if tokens is not None:
-            tokens.answer_at(self.address, Address(config.host, self.address.port), unix_path=port.unix_path)
-        self.unix_path = port.unix_path
-        self.instance_id = process.instance_id(self.address.port)
+        port = await self._bind()
         factory = VllmRequestFactory(
             facts.block_tokens,
             by_priority=loaded.by_priority,
@@ -146,20 +115,13 @@ class VllmWorkerServer:
         self._hub = SessionHub(
             self.instance_id, process.generation, factory, self._engine, self._handed, lambda export: None
         )
-        service.register(HELLO, welcome)
-        self._hub.serve(service)
-        probe = functools.partial(self._engine.probe, factory.probe(RequestId("probe")))
-        WorkerCalls(self._card(facts, assets), self._engine.drop_cached, probe, self._end).serve(service)
-        if tokens is not None:
-            authorizer = Authorizer(tokens)
-            authorizer.authorize(service)
-            await stack.enter_async_context(beside(authorizer.watch(service)))
-        self._beats = EngineBeats(self._engine, process.alive)
-        await stack.enter_async_context(beside(self._beats.run()))
+        self._beats = EngineBeats(self._engine.beat, process.alive)
+        self._service.register(HELLO, welcome)
         await stack.enter_async_context(beside(self._engine.watch()))
-        await port.open()
-        stack.push_async_callback(port.close)
-        stack.callback(self._hub.close)
+        probe = functools.partial(self._engine.probe, factory.probe(RequestId("probe")))
+        await self._open(
+            stack, port, WorkerCalls(self._card(facts, assets), self._engine.drop_cached, probe, self._end)
+        )
 
     def _card(self, facts: VllmFacts, assets: TokenizerAssets) -> ModelCard:
         return model_card(
@@ -188,23 +150,12 @@ class VllmWorkerServer:
         self.failure = error
         self._ending.set()
 
-    def _end(self) -> EndReply:
-        self._process.stopping.set()
-        return EndReply(num_requests=self._hub.num_requests, grace_s=self._config.grace_s)
-
     async def until(self, stopping: asyncio.Event) -> None:
         """Wait until ``stopping`` is set or vLLM has ended."""
         waits = [asyncio.create_task(stopping.wait()), asyncio.create_task(self._ending.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests; wait at most ``grace_s`` for those in progress."""
-        self._hub.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._hub.idle.wait()
 
 
 #: Saves that take longer, or were left out because too many were in progress, are not waited for: the decoding worker

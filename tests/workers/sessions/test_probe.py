@@ -9,7 +9,7 @@ import pytest
 
 from tanghulu.errors import ContextLengthExceeded, DeadlineExceeded
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.workers.engine.probe import EngineProbe
+from tanghulu.workers.sessions.health import EngineProbe
 from tests.workers.rig import Rig
 from tests.workers.tiny import request
 

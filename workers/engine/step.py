@@ -1,13 +1,21 @@
-"""The scheduler's decisions for a step, as plain data."""
+"""A step as plain data: the scheduler's plan, and its result: samples, outputs, scores of prompts, timings."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct, structs
 
-from tanghulu.session.outputs import KvSource, PrefixHolder
+from tanghulu.session.outputs import KvSource, Output, PrefixHolder, TokenLogprobs
 from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.step_model import StepWork
+from tanghulu.workers.engine.speed import NO_WORK, StepWork
 
 
 class ScheduledRun(Struct, frozen=True):
@@ -36,6 +44,8 @@ class FetchWanted(Struct, frozen=True):
     size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The blocks belong
     to the transfer until `fetch_done`, even if the request is aborted meanwhile. Blocks that ``peer`` does not deliver,
     or all without one, come from ``holder``, if there is one, and from the store.
+
+    A pull (`pulls`) is fetched from ``peer`` alone, as its export grows, and soon ends once ``ending`` is set.
     """
 
     request_id: RequestId
@@ -45,6 +55,7 @@ class FetchWanted(Struct, frozen=True):
     num_tokens: int
     peer: KvSource | None
     holder: PrefixHolder | None = None
+    ending: threading.Event | None = None
 
 
 class StepPlan(Struct):
@@ -143,3 +154,121 @@ def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
         peer=request.peer,
         holder=request.holder,
     )
+
+
+class Sampled(Struct, frozen=True):
+    """One token per row, in order; ``logprobs`` has None where none are requested."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class StepOutcome(Struct, frozen=True):
+    """Changes by a completed step; ``num_accepted`` tokens of drafts were right."""
+
+    outputs: list[Output]
+    committed: list[CommittedBlock]
+    num_accepted: int = 0
+
+
+class StepTimings(Struct, frozen=True):
+    """Parts of a step's time, in seconds."""
+
+    schedule_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+class StepResult(Struct, frozen=True):
+    """The result of one step; empty (`idle`) if there was nothing to compute.
+
+    ``num_drafted_tokens`` of the computed ones were proposed, and ``num_accepted_tokens`` of those became text.
+    """
+
+    outputs: Sequence[Output] = ()
+    num_computed_tokens: int = 0
+    num_sequences: int = 0
+    preempted: Sequence[RequestId] = ()
+    kv_events: tuple[KvEvent, ...] = ()
+    timings: StepTimings = StepTimings()
+    work: StepWork = NO_WORK
+    scores: tuple[PromptScoreArrays, ...] = ()
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether the step computed nothing: wait for an event before the next one."""
+        return self.num_sequences == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScoreArrays:
+    """Log probabilities of the prompt tokens ``position .. position + n`` of a request, whose ids are ``targets``.
+
+    That of token p comes from the logits of token p - 1. So a request for them from position s on has to compute
+    everything from token s - 1 on, whatever is cached (`EngineRequest.most_reused`), and the run of tokens ``a .. b``
+    of a step scores the positions ``a + 1 .. b``. Example: a prompt of 10 tokens, requested from 4 on, blocks of 2: two
+    tokens are reused, the runs 2 .. 6 and 6 .. 10 score 4 .. 6 and 7 .. 9; the first new token is drawn from the logits
+    of token 9. The code that computes the logits writes into the arrays.
+
+    ``logprobs`` float32 [n]; ``ranks`` uint32 [n], 1 where no token was more likely; ``top_ids`` uint32 and
+    ``top_logprobs`` float32 [n, num_top], best first; ``named_logprobs`` float32 [n, len(named)].
+    """
+
+    request_id: RequestId
+    position: int
+    targets: npt.NDArray[np.uint32]
+    named: tuple[int, ...]
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.uint32]
+    top_ids: npt.NDArray[np.uint32]
+    top_logprobs: npt.NDArray[np.float32]
+    named_logprobs: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, run: ScheduledRun, vocab: int) -> Self | None:
+        """Make room for the scores that ``run`` must compute; None if there are none."""
+        request = run.request
+        first_unscored = request.first_unscored
+        if first_unscored is None or request.scoring is None:
+            return None
+        first, end = max(first_unscored, run.start + 1), min(run.start + run.num_tokens + 1, request.num_prompt_tokens)
+        count = end - first
+        if count <= 0:
+            return None
+        num_top, named = min(request.scoring.num_top, vocab), request.sampling.logprob_token_ids
+        return cls(
+            request.request_id,
+            first,
+            request.sequence.tokens[first:end],
+            named,
+            np.zeros(count, np.float32),
+            np.zeros(count, np.uint32),
+            np.zeros((count, num_top), np.uint32),
+            np.zeros((count, num_top), np.float32),
+            np.zeros((count, len(named)), np.float32),
+        )
+
+    @property
+    def end(self) -> int:
+        """Position after the last one."""
+        return self.position + len(self.targets)
+
+    @property
+    def num_top(self) -> int:
+        return int(self.top_ids.shape[1])
+
+    def part(self, start: int, end: int) -> PromptScoreArrays:
+        """Return the scores number ``start .. end`` of these; the arrays are shared."""
+        return PromptScoreArrays(
+            self.request_id,
+            self.position + start,
+            self.targets[start:end],
+            self.named,
+            self.logprobs[start:end],
+            self.ranks[start:end],
+            self.top_ids[start:end],
+            self.top_logprobs[start:end],
+            self.named_logprobs[start:end],
+        )

@@ -1,9 +1,11 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLPs.
+"""The one decoder of all models: RMSNorm, rotary positions, grouped-query attention, gated MLPs, as in Llama.
 
 Its relatives differ by switches of ModelConfig: biases on q, k, v (Qwen2), norms on each head's query and key (Qwen3),
 a bias on the output projection, routed experts in place of an MLP (Mixtral, Qwen3-MoE), and the features of Gemma 3:
 layers with a sliding window and a rotary base of their own, norms after attention and MLP, a scale of the embedding. Q,
 K and V are one matrix product, and so are gate and up.
+
+To add an architecture, enter it in ``hf_config.FAMILIES`` with its distinguishing features, and add switches here.
 """
 
 from __future__ import annotations
@@ -16,22 +18,25 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.compute.attention.base import AttentionBackend, PagedPlan
-from tanghulu.workers.compute.device import CPU
+from tanghulu.errors import ConfigError, ModelUnsupported
+from tanghulu.workers.compute.attention.base import AttentionBackend, PagedPlan, SdpaAttention
+from tanghulu.workers.compute.attention.invariant import InvariantAttention
+from tanghulu.workers.compute.device import CPU, multiplies_bfloat16
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.linear import Arithmetic, Linear
-from tanghulu.workers.compute.models.layers import Norm
+from tanghulu.workers.compute.models.layers import Norm, RotaryTable, rotate_
 from tanghulu.workers.compute.models.mlp import Mlp, load_mlp
-from tanghulu.workers.compute.models.rope import RotaryTable, rotate_
 from tanghulu.workers.compute.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.compute.models.weight_loader import WeightLoader
+from tanghulu.workers.compute.process_tuning import keep_large_blocks
 from tanghulu.workers.compute.prompt_scoring import score
 from tanghulu.workers.weights.model_config import ModelConfig, RopeScaling
-from tanghulu.workers.weights.weight_source import WeightSource
+from tanghulu.workers.weights.safetensors_dir import WeightSource
+from tanghulu.workers.weights.source import ModelSource
 
 Progress = Callable[[float], None]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -50,8 +55,11 @@ class _Layer:
     after_mlp: Norm | None
 
 
-class LlamaModel:
-    """Weights of a Llama-like model and its forward pass; holds no request's state."""
+class Model:
+    """Weights of a Llama-like model and its forward pass; holds no request's state.
+
+    ``batch_invariant``: a token's results depend bit by bit only on earlier tokens.
+    """
 
     def __init__(
         self,
@@ -100,7 +108,7 @@ class LlamaModel:
         if progress is not None:
             progress(1.0)
 
-    def with_layers(self, num_layers: int) -> LlamaModel:
+    def with_layers(self, num_layers: int) -> Model:
         """Return the model without the layers after the first ``num_layers``; the weights are shared."""
         shallow = copy.copy(self)
         shallow._layers = self._layers[:num_layers]
@@ -178,8 +186,8 @@ def _load_head(loader: WeightLoader, config: ModelConfig, embedding: torch.Tenso
         return head
     if not torch.equal(head, embedding):
         raise ModelUnsupported(
-            "tensor 'lm_head.weight' differs from the embedding though the config ties them (tie_word_embeddings); "
-            "set that to false if the head is its own"
+            "tensor 'lm_head.weight' differs from the embedding, but the config ties them; "
+            "set tie_word_embeddings to false if the model has a head of its own"
         )
     return embedding
 
@@ -221,3 +229,51 @@ def _load_layer(loader: WeightLoader, config: ModelConfig, index: int) -> _Layer
         mlp=mlp,
         after_mlp=after.get("post_feedforward_layernorm"),
     )
+
+
+def load_model(
+    source: ModelSource,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    shard: Shard = WHOLE,
+    device: torch.device = CPU,
+    attention: AttentionBackend | None = None,
+    *,
+    arithmetic: Arithmetic | None = None,
+) -> Model:
+    """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` receives the fraction done, 0..1.
+
+    Without ``attention`` it uses SDPA, which works everywhere, invariantly if ``arithmetic`` is; without ``arithmetic``
+    it is computed as suits ``device``. Raises ModelUnsupported that names the unusable tensor.
+    """
+    keep_large_blocks()
+    invariant = arithmetic is not None and arithmetic.invariant
+    attention = attention or (InvariantAttention() if invariant else SdpaAttention())
+    weights = source.open_weights()
+    try:
+        return Model(source.config, weights, attention, dtype, progress, shard, device, arithmetic=arithmetic)
+    finally:
+        weights.close()
+
+
+def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
+    """Return the dtype ``name``; ``auto`` is bfloat16, but float16 on GPUs that emulate bfloat16.
+
+    On CPUs bfloat16 is the fastest, however they multiply it (`linear`), and its KV has half the bytes of float32's;
+    one choice for all of them lets workers on different CPUs share their KV. Raises ConfigError.
+    """
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cpu" or multiplies_bfloat16(device) else torch.float16
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; choose auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def kv_dtype_name(name: str, dtype: torch.dtype) -> str:
+    """Return the name of the KV's type for ``--kv-dtype`` ``name`` and a model of ``dtype``."""
+    return dtype_name(dtype) if name == "auto" else name
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for torch.float32: the name used by flags, fingerprints and the wire."""
+    return str(dtype).removeprefix("torch.")

@@ -1,6 +1,8 @@
-"""Health check of the engine: a request of one token, sent through all of it and awaited.
+"""Health of the engine: its heartbeat, and a request of one token sent through all of it and awaited.
 
-A process may answer calls while its engine hangs; only a token proves that it does not. Runs on the process's event
+The engine is requested to report at least every ``BEAT_S``, whether there is work or not; the report goes to every
+conductor as a step does, and to the supervisor. A hanging engine, as in a call to a GPU that does not return, sends
+neither, though the process answers calls. Only a token proves that an engine does not hang. Runs on the process's event
 loop.
 """
 
@@ -9,12 +11,41 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Final
 
 from tanghulu.errors import DeadlineExceeded
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.thread import EngineThread, StepReport
+
+BEAT_S: Final = 1.0
+
+
+class EngineBeats:
+    """Requests reports by ``beat``; ``alive`` is called about once a beat while there are any."""
+
+    def __init__(self, beat: Callable[[], None], alive: Callable[[], None]) -> None:
+        self._beat = beat
+        self._alive = alive
+        self._requested = False
+        self._reported = False
+
+    async def run(self) -> None:
+        """Send requests until cancelled; one is open at a time."""
+        while True:
+            if not self._requested:
+                self._requested = True
+                self._beat()
+            await asyncio.sleep(BEAT_S)
+            if self._reported:
+                self._reported = False
+                self._alive()
+
+    def on_report(self, report: StepReport) -> None:
+        """Note a report of the engine."""
+        self._requested, self._reported = False, True
+
 
 #: Ahead of everything that waits: a full queue is no fault.
 PRIORITY = (1 << 31) - 1
