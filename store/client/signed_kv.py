@@ -28,7 +28,9 @@ from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.logic.operations import raise_first, readable
+from tanghulu.store.client.logic import operations
+from tanghulu.store.client.logic.operations import readable
+from tanghulu.store.client.logic.query import raise_first
 from tanghulu.store.client.model import PutItem, Status
 from tanghulu.store.client.settings import Settings
 
@@ -132,7 +134,7 @@ class KvClient(Client):
             for key, each in zip(keys, buffers, strict=True)
         ]
         whole = [[*_pieces(each), arrival.signature] for each, arrival in zip(buffers, arrivals, strict=True)]
-        outcomes = self._perform(deadline_s, self._do.get_many_into, keys, whole, proofs=arrivals)
+        outcomes = self._perform(deadline_s, operations.get_many_into, keys, whole, proofs=arrivals)
         refused = []
         for at, (arrival, outcome) in enumerate(zip(arrivals, outcomes, strict=True)):
             if outcome == arrival.size + SIGNATURE_BYTES and arrival.holds():

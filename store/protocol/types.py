@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, TypeAlias
 
@@ -126,15 +124,6 @@ def validate_key(key: str) -> ChunkKey:
     if not (isinstance(key, str) and key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):
         _check_encoded(key)
     return ChunkKey(key)
-
-
-def validate_keys(keys: Sequence[str]) -> None:
-    """``validate_key`` for many, at the speed of a few calls."""
-    with contextlib.suppress(TypeError):  # one of them is not a str: the code below finds out which
-        if not keys or ("".join(keys).isascii() and all(keys) and max(map(len, keys)) <= MAX_KEY_BYTES):
-            return
-    for key in keys:
-        validate_key(key)
 
 
 def _check_encoded(key: object) -> None:

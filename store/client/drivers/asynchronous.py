@@ -35,6 +35,7 @@ from tanghulu.store.client.drivers.connections import (
 from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context, no_flush
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -69,6 +70,7 @@ class AsyncioDriver:
         self.settings = settings
         clock = SystemClock()
         self.context = make_context(settings, clock)
+        self.context.flush = self.flush
         self._loop = asyncio.get_running_loop()
         self._engine = TransferEngine(
             transports=settings.engine_transports,
@@ -92,13 +94,13 @@ class AsyncioDriver:
     async def perform(
         self,
         seconds: float | None,
-        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        operation: Callable[Concatenate[Context, Deadline, P], Logic[T]],
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
         """Run ``operation`` with a deadline of ``seconds``."""
         deadline = self.deadline(seconds)
-        return await self.run(operation(deadline, *args, **named), deadline)
+        return await self.run(operation(self.context, deadline, *args, **named), deadline)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; return its result or raise its error."""
@@ -183,6 +185,7 @@ class AsyncioDriver:
         if not self._loop.is_closed():
             for connection in self._connections.values():
                 connection.abort()
+        self.context.flush = no_flush
         LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
 

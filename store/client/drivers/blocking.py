@@ -39,6 +39,7 @@ from tanghulu.store.client.drivers.connections import (
 from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context, no_flush
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -89,6 +90,7 @@ class BlockingDriver:
         self.settings = settings
         clock = SystemClock()
         self.context = make_context(settings, clock)
+        self.context.flush = self.flush
         self._engine = TransferEngine(
             transports=settings.engine_transports,
             host_id=settings.host_id,
@@ -109,13 +111,13 @@ class BlockingDriver:
     def perform(
         self,
         seconds: float | None,
-        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        operation: Callable[Concatenate[Context, Deadline, P], Logic[T]],
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
         """Run ``operation`` with a deadline of ``seconds``."""
         deadline = self.deadline(seconds)
-        return self.run(operation(deadline, *args, **named), deadline)
+        return self.run(operation(self.context, deadline, *args, **named), deadline)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; return its result or raise its error."""
@@ -209,6 +211,7 @@ class BlockingDriver:
         for pool in self._idle.values():
             for connection in pool:
                 connection.close()
+        self.context.flush = no_flush
         LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)

@@ -17,8 +17,9 @@ from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk as ReadChunk
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
+from tanghulu.store.client.logic import operations, query
+from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import Deadline, Logic, PeerId
-from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.announcements import CopyOrder, Orders
@@ -86,7 +87,7 @@ class Copier:
 
     async def _copy(self, driver: AsyncioDriver, order: CopyOrder) -> None:
         deadline = driver.deadline(COPY_DEADLINE_S)
-        info, chunk = await driver.run(_pull(driver, deadline, order), deadline)
+        info, chunk = await driver.run(_pull(driver.context, deadline, order), deadline)
         with chunk:
             new = NewChunk(
                 ChunkKey(order.key), info.version, info.size_bytes, info.checksums, info.pin, info.ttl_s, info.replicas
@@ -106,13 +107,12 @@ class Copier:
         self._on_failed(order.key)
 
 
-def _pull(driver: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
+def _pull(context: Context, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
     """Return the source's description of the chunk, and its verified bytes."""
-    operations = Operations(driver.context, driver.flush)
-    driver.context.locations.set(order.key, (PeerId(order.source),))
-    chunk = yield from operations.get(deadline, order.key)  # which promotes it from an SSD
+    context.locations.set(order.key, (PeerId(order.source),))
+    chunk = yield from operations.get(context, deadline, order.key)  # which promotes it from an SSD
     try:
-        info = yield from operations.stat_at(order.key, order.source)
+        info = yield from query.stat_at(order.key, order.source)
         if not info.version == chunk.version == order.version:
             raise ChunkNotFound(f"{order.source} holds {order.key!r} at another version than {order.version}")
     except TanghuluError:

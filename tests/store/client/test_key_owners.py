@@ -20,6 +20,7 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import (
     KeyInfo,
     ListKeysReply,
+    ListKeysRequest,
     ReplicateReply,
     ReplicateRequest,
     WaitReply,
@@ -183,11 +184,12 @@ def list_all(keys_of: dict[PeerId, list[str]], limit: int) -> list[list[str]]:
     pages: list[list[str]] = []
     after, more = "", True
     while more:
-        split = SplitCall(messages.list_keys("", after, limit))
+        split = SplitCall(methods.LIST_KEYS.call(ListKeysRequest("", after, limit)))
         calls = split.calls(HALVES)
         assert sum(call.request.ranges for _, call in calls) == (1 << NUM_RANGES) - 1, "every range is asked for once"
         assert split.answered([page_of(call, keys_of[peer]) for peer, call in calls], HALVES) is None
-        keys, more = messages.key_page(split.reply())
+        page = split.reply().message
+        keys, more = page.keys, page.more
         pages.append([info.key for info in keys])
         after = pages[-1][-1] if keys else after
     return pages

@@ -20,6 +20,7 @@ from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.client.logic import operations
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.logic.master_calls import obeyed
 from tanghulu.store.client.logic.write_buffers import MappedNode
@@ -291,7 +292,9 @@ def test_the_answers_of_nodes_tell_the_newest_term(operation: str) -> None:
     assert obeyed(fake.context, OF_OLD) is OF_OLD
     fake.term = Term(9, ETCD)
     logic = (
-        fake.do.get(fake.deadline, "k") if operation == "get" else fake.do.put(fake.deadline, PutItem("n", b"v"), OK)
+        operations.get(fake.context, fake.deadline, "k")
+        if operation == "get"
+        else operations.put(fake.context, fake.deadline, PutItem("n", b"v"), OK)
     )
     fake.run(logic)
     assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
