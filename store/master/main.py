@@ -25,7 +25,7 @@ from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
+from tanghulu.store.master.ownership import Ownership
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
@@ -62,7 +62,7 @@ class MasterConfig(PortOptions, ProcessConfig):
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
 
 
-async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
+async def serve(process: Process, config: MasterConfig, ownership: Ownership | None = None) -> None:
     """Serve Membership and Directory until the process is stopped. ``ownership`` None: of all ranges."""
     allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections)
     clock = SystemClock()
@@ -71,7 +71,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng, shares=shares)
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
-    server = MasterServer(master, clock, metrics, rng, ownership=ownership or OwnsAll())
+    server = MasterServer(master, clock, metrics, rng, ownership=ownership or Ownership())
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
@@ -81,10 +81,9 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         tokens.answer_at(address, Address(config.host, address.port))
     running: list[Coroutine[None, None, None]] = [server.run()]
     if config.etcd:
-        server.leadership = server.ownership = several = _ownership(process, config, address, server)
+        server.ownership = several = _ownership(process, config, address, server)
         running.append(several.run())
         metrics.observe_ownership(several)
-        metrics.observe_leadership(several)
     calls = DirectoryCalls(server)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)

@@ -1,57 +1,64 @@
-"""The ranges owned by a master, and the map of all masters, as used by its calls."""
+"""The role of a master: the ranges it owns, whether it leads, and the map of all masters, as used by its calls."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+from collections.abc import Callable
 
+from tanghulu.discovery.base import Instance
 from tanghulu.errors import KeysMoved, MasterUnavailable
-from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.key_slots import ALL_RANGES
+from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Renewals
 
-ALL_RANGES = frozenset(range(NUM_RANGES))
+_WITHOUT_OWNERS = RangeMap.of_one(None)
 
 
-class RangeOwnership(Protocol):
-    """The ranges owned by this master now, and its latest known map.
+class Ownership:
+    """The role of a single master: it leads, owns all ranges, and needs no proof.
 
-    A range is in ``owned`` only while this master's lease on it is valid; the map may name this master longer, or
-    sooner. ``shares``: others may own ranges beside this master; otherwise there is no map, and this is the only master
-    and owns all.
+    ``EtcdOwnership`` is that of one of several, which ``shares`` the ranges with others.
     """
 
-    @property
-    def shares(self) -> bool:
-        """Whether several masters have a map of their ranges."""
+    shares = False
 
     @property
     def owned(self) -> frozenset[int]:
-        """The ranges that this master serves."""
+        """The ranges that this master serves: those on which its lease is valid. The map may name other ones."""
+        return ALL_RANGES
 
     @property
     def map(self) -> RangeMap:
         """The latest map known to this master; of version 0 before it has seen any."""
+        return _WITHOUT_OWNERS
 
     @property
-    def renewals(self) -> Renewals:
-        """The renewals of this master's lease on its ranges, as counted by callers; 0 only if they need no proof."""
+    def signature(self) -> tuple[int, int, int]:
+        """The end of every reply: the latest version of the map, its etcd, and the renewals of this master's lease."""
+        return (0, 0, 0)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this master may answer as the leader now."""
+        return True
+
+    def require_lead(self) -> None:
+        """Raise NotLeader unless this master leads."""
 
     def refusal(self) -> MasterUnavailable:
         """Return the error for callers that request keys of other masters."""
+        return KeysMoved.known_in(self.map.version)
 
+    async def prove(self) -> ProveReply:
+        """Prove that this master's lease is valid; raises NotLeader."""
+        return ProveReply()
 
-class OwnsAll:
-    """The ownership of a single master."""
+    def admitting(self, node: Instance) -> contextlib.AbstractAsyncContextManager[None]:
+        """Admit ``node``, whose lease begins in the body. Raises MasterUnavailable or NotLeader."""
+        return contextlib.nullcontext()
 
-    def __init__(self) -> None:
-        self.shares = False
-        self.owned = ALL_RANGES
-        self.map = RangeMap.of_one(None)
-        self.renewals = Renewals()
-
-    def refusal(self) -> MasterUnavailable:
-        """Refuse a caller; there is none."""
-        return KeysMoved.known_in(0)
+    async def keep_admitted(self, present: Callable[[frozenset[str]], frozenset[str]]) -> None:
+        """Forget admitted nodes that are not ``present``, a function that selects present ones among given ids."""
 
     def __repr__(self) -> str:
-        return "OwnsAll()"
+        return "Ownership()"

@@ -13,7 +13,7 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.discovery.instance_wire import instance_from_bytes, instance_to_bytes
 from tanghulu.discovery.masters import leader_key, masters_prefix
-from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable, NotLeader
+from tanghulu.errors import InvalidRequest, MasterUnavailable, NotLeader
 from tanghulu.protos import etcd_pb2
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.election.admitted_nodes import AdmittedNodes
@@ -41,8 +41,9 @@ from tanghulu.store.master.election.range_election import (
     Revoke,
     StepDown,
 )
+from tanghulu.store.master.ownership import Ownership
+from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Renewals
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -116,7 +117,7 @@ class ProofWaiters:
         return f"ProofWaiters({len(self._waiting)})"
 
 
-class EtcdOwnership:
+class EtcdOwnership(Ownership):
     """The ranges of one of several masters, whether it leads, and the map of all of them."""
 
     shares = True
@@ -180,14 +181,10 @@ class EtcdOwnership:
         """The term in which this master leads, or led last."""
         return self.election.term
 
-    def require(self) -> None:
+    def require_lead(self) -> None:
         """Raise NotLeader unless this master leads."""
         if not self.leads:
             raise self._not_leader()
-
-    def refusal(self) -> MasterUnavailable:
-        """Return the error for callers that request keys of other masters."""
-        return KeysMoved.known_in(self._map.version)
 
     def _not_leader(self) -> NotLeader:
         leader = self.election.view.leader
@@ -200,7 +197,7 @@ class EtcdOwnership:
 
         Raises MasterUnavailable or NotLeader; then the node must not be admitted.
         """
-        self.require()
+        self.require_lead()
         async with self.admitted.admitting(node):
             try:
                 async with asyncio.timeout(_CALL_DEADLINE_S):
@@ -208,28 +205,29 @@ class EtcdOwnership:
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
                 raise MasterUnavailable(f"etcd has admitted node {node.id} and not reported it yet") from None
-            self.require()
+            self.require_lead()
             yield
 
-    @property
-    def renewals(self) -> Renewals:
-        """The renewals of this master's lease, as counted by callers."""
-        return self.election.renewals(self._clock.now_s())
+    async def keep_admitted(self, present: Callable[[frozenset[str]], frozenset[str]]) -> None:
+        """Forget admitted nodes that are not ``present``, if this master leads."""
+        admitted = self.admitted
+        if self.leads and admitted.ids - present(admitted.ids):
+            await admitted.keep(lambda: present(admitted.ids))
 
     @property
-    def ttl_s(self) -> float:
-        """Seconds for which a renewal keeps the lease."""
-        return self._ttl_s
+    def signature(self) -> tuple[int, int, int]:
+        """The end of every reply; see ``Ownership``."""
+        return (self._map.version, self._map.cluster, self.election.renewals(self._clock.now_s()).packed)
 
-    async def prove(self) -> int:
-        """Wait until etcd has confirmed a renewal requested after this call; return the number requested before.
+    async def prove(self) -> ProveReply:
+        """Wait until etcd has confirmed a renewal requested after this call.
 
         One renewal serves all waiters. Raises NotLeader if this master owns no range then.
         """
         self._require_any()
-        number = await self._proofs.wait()
+        asked_before = await self._proofs.wait()
         self._require_any()
-        return number
+        return ProveReply(*self.signature, asked_before, round(self._ttl_s * 1000))
 
     def _require_any(self) -> None:
         if not self.owned:

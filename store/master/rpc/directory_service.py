@@ -98,7 +98,7 @@ class DirectoryCalls:
             self._orders(request),
             self._elsewhere(request) if request.tenants else None,
             directory.num_nodes if request.tenants else 0,
-            *server.signature,
+            *ownership.signature,
         )
 
     def _count_announced(self, request: NodeAnnouncement, answer: Announced) -> None:
@@ -116,13 +116,11 @@ class DirectoryCalls:
     def _require_announced(self, request: NodeAnnouncement) -> None:
         """Raise the error for a node that takes this master for the owner of other ranges, or for the leader."""
         server = self._server
-        if not server.ownership.shares:
-            return
         if not request.map_version:
             server.require_newest(request.term, request.term_of)
             server.require_ranges(0)
         elif not request.owned:
-            server.require_leadership()
+            server.ownership.require_lead()
         else:
             server.require_newest(request.term, request.term_of)
             self._require_owned_since(request)
@@ -185,7 +183,7 @@ class DirectoryCalls:
             counts.client_commits += 1
         elif result is CommitResult.EXISTS:
             counts.refused += 1
-        return CommitKeyReply(result, *self._server.signature)
+        return CommitKeyReply(result, *self._server.ownership.signature)
 
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """Do the same for several values of one put."""
@@ -203,7 +201,7 @@ class DirectoryCalls:
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results, *self._server.signature)
+        return CommitKeysReply(results, *self._server.ownership.signature)
 
     def holds(self, keys: Sequence[str]) -> bytes:
         """Return for each key 1 if some node holds it, else 0."""
@@ -230,15 +228,15 @@ class DirectoryCalls:
         if request.count_only:
             held = self.holds(request.keys)
             incomplete = self._master.directory.is_incomplete(request.keys, held)
-            return LocateReply(incomplete, (), held, *self._server.signature)
+            return LocateReply(incomplete, (), held, *self._server.ownership.signature)
         found = self.holders(request.keys, removing=request.removing)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
         locations = [None if each is None else Location(*each) for each in found]
-        return LocateReply(incomplete, locations, b"", *self._server.signature)
+        return LocateReply(incomplete, locations, b"", *self._server.ownership.signature)
 
     def _place(self, peer: Peer, request: PlaceRequest, attachment: memoryview) -> PlaceReply:
         """Return nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
-        self._server.require_leadership()
+        self._server.ownership.require_lead()
         directory = self._master.directory
         client_place = Place.parse(request.client_place) if request.client_place else None
         wanted = PlacementRequest(request.size_bytes, request.replicas, request.prefer_node, client_place)
@@ -251,13 +249,13 @@ class DirectoryCalls:
                 "they are draining, smaller, or have not announced their capacity yet"
             )
         self._metrics.counts.placements += 1
-        return PlaceReply([view_of(node, self._server.now_s) for node in nodes], *self._server.signature)
+        return PlaceReply([view_of(node, self._server.now_s) for node in nodes], *self._server.ownership.signature)
 
     def _nodes(self, peer: Peer, request: NodesRequest, attachment: memoryview) -> NodesReply | bytes:
         if request.ranges:
             self._server.require_ranges(request.ranges)
         else:
-            self._server.require_leadership()
+            self._server.ownership.require_lead()
         return self.node_list.answer(request)
 
     async def _list_keys(self, peer: Peer, request: ListKeysRequest, attachment: memoryview) -> ListKeysReply:
@@ -267,7 +265,8 @@ class DirectoryCalls:
         """
         keys, more, after, ranges = list[KeyInfo](), True, request.after, request.ranges
         limit = min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT)
-        signature = self._server.signature  # a range that goes and comes back between two steps has a later term
+        # Of the first step: a range that goes and comes back between two steps has a later term.
+        signature = self._server.ownership.signature
         while more and len(keys) < limit:
             self._server.require_ranges(ranges)
             page = list_keys(self._master.directory, request.prefix, after, min(limit - len(keys), LIST_STEP_KEYS))
@@ -285,7 +284,7 @@ class DirectoryCalls:
         """Have chunks copied in advance. Raises InvalidRequest for an invalid number or time."""
         self._server.require_owned(request.keys)
         num_taken = self._master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
-        return ReplicateReply(num_taken, *self._server.signature)
+        return ReplicateReply(num_taken, *self._server.ownership.signature)
 
     def _events(self, peer: Peer, request: EventsRequest, attachment: memoryview) -> AnswerStream:
         """Stream a snapshot or the events behind the caller's last, then changes (``followers``). Raises Overloaded."""
@@ -303,11 +302,7 @@ class DirectoryCalls:
 
     async def _prove(self, peer: Peer, request: ProveRequest, attachment: memoryview) -> ProveReply:
         """Return a proof that this master leads; see ``terms.LeaseProofs``."""
-        leadership = self._server.leadership
-        if leadership is None:
-            return ProveReply()
-        asked_before = await leadership.prove()
-        return ProveReply(*self._server.signature, asked_before, round(leadership.ttl_s * 1000))
+        return await self._server.ownership.prove()
 
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane."""

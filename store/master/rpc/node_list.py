@@ -8,10 +8,9 @@ import msgspec
 
 from tanghulu.rpc.wire import encode
 from tanghulu.store.master.directory.nodes import NodeSummary
-from tanghulu.store.master.ownership import ALL_RANGES
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest, NodeView
-from tanghulu.store.protocol.terms import NO_TERM
+from tanghulu.store.protocol.key_slots import ALL_RANGES
 
 
 def view_of(node: NodeSummary, now_s: float, *progress: Any) -> NodeView:
@@ -31,7 +30,7 @@ class NodeList:
 
     def __init__(self, server: MasterServer) -> None:
         self._server = server
-        self._written = (-1, -1, NO_TERM)  # generation and version of the encoded list, and its term
+        self._written = (-1, -1, 0, 0)  # generation and version of the encoded list, and its term
         self._whole = b""  # without the last field
 
     def answer(self, request: NodesRequest) -> NodesReply | bytes:
@@ -41,11 +40,11 @@ class NodeList:
         generation, version = self._server.master.generation, self._version
         if request.known_version == version and request.known_generation == generation:
             return self._reply([], unchanged=True)
-        if self._written != (generation, version, self._server.term):
-            self._written = (generation, version, self._server.term)
-            renewals = self._server.signature[2]
+        term, cluster, renewals = self._server.ownership.signature
+        if self._written != (generation, version, term, cluster):
+            self._written = (generation, version, term, cluster)
             self._whole = encode(self._write()).removesuffix(msgspec.msgpack.encode(renewals))
-        return self._whole + msgspec.msgpack.encode(self._server.signature[2])
+        return self._whole + msgspec.msgpack.encode(renewals)
 
     @property
     def _version(self) -> int:
@@ -70,7 +69,7 @@ class NodeList:
         return self._reply(nodes, of_part=not knows_all)
 
     def _reply(self, nodes: list[NodeView], *, unchanged: bool = False, of_part: bool = False) -> NodesReply:
-        directory, leadership = self._server.master.directory, self._server.leadership
+        directory, ownership = self._server.master.directory, self._server.ownership
         return NodesReply(
             nodes,
             not directory.is_rebuilt,
@@ -79,9 +78,9 @@ class NodeList:
             self._version,
             unchanged,
             directory.num_unready,
-            leadership is None or leadership.leads,
+            ownership.leads,
             of_part,
-            *self._server.signature,
+            *ownership.signature,
         )
 
     def __repr__(self) -> str:

@@ -90,7 +90,7 @@ class SimOwner(SimProcess):
         duties = Duties(self._owns, server.disown, server.lead, server.lead_no_more, server.update_nodes)
         with reached_by(world.etcd):
             self.ownership = EtcdOwnership((), instance, TTL_S, clock, duties)
-        server.leadership = server.ownership = self.ownership
+        server.ownership = self.ownership
         self._world = world
         service = FastService()
         DirectoryCalls(server).serve(service)
@@ -123,7 +123,7 @@ class SimOwner(SimProcess):
     async def registered(self, instance: Instance, lease_id: int) -> int:
         """Enter a node, or renew its lease; raises NotLeader or MasterUnavailable."""
         server = self.shell
-        server.require_leadership()
+        server.ownership.require_lead()
         if not lease_id or not self.core.keep_alive(instance.id, lease_id, server.now_s):
             async with self.ownership.admitting(instance):
                 lease_id = self.core.register(instance, REGISTER_TTL_S, server.now_s)
