@@ -10,6 +10,7 @@ from tanghulu.errors import KeysMoved, MasterUnavailable
 from tanghulu.store.protocol.key_slots import ALL_RANGES
 from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import UNSIGNED, Signature
 
 _WITHOUT_OWNERS = RangeMap.of_one(None)
 
@@ -33,9 +34,9 @@ class Ownership:
         return _WITHOUT_OWNERS
 
     @property
-    def signature(self) -> tuple[int, int, int]:
+    def signature(self) -> Signature:
         """The end of every reply: the latest version of the map, its etcd, and the renewals of this master's lease."""
-        return (0, 0, 0)
+        return UNSIGNED
 
     @property
     def leads(self) -> bool:

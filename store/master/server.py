@@ -17,6 +17,7 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.ownership import Ownership
 from tanghulu.store.protocol.key_slots import NUM_RANGES, ranges_of
 from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Term
 
 _log = structlog.get_logger(__name__)
 TICK_S = 0.05
@@ -84,13 +85,13 @@ class MasterServer:
         if len(owned) < NUM_RANGES and not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
             raise self.ownership.refusal()
 
-    def require_newest(self, number: int, cluster: int) -> None:
+    def require_newest(self, term: Term) -> None:
         """Raise NotLeader, or KeysMoved, if a caller knows a later term than this master.
 
         The caller's claim alone deposes no master.
         """
         known = self.ownership.map
-        if cluster == known.cluster and number > known.version:
+        if term.cluster == known.cluster and term.number > known.version:
             raise self.ownership.refusal()
 
     def require_generation(self, generation: int) -> None:

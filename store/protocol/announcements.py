@@ -15,6 +15,7 @@ import msgspec
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.store.protocol.directory_messages import NodeView, check_count
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS
+from tanghulu.store.protocol.terms import NO_TERM, UNSIGNED, Signature, Term
 from tanghulu.store.protocol.types import Key
 from tanghulu.types import MAX_VALUE_BYTES
 
@@ -71,7 +72,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
 
     ``map_version`` is of the map of masters used by the node; 0: it has none, and takes this master for the owner of
     all ranges. By that map the ranges ``owned``, a bit for each, are this master's; 0: a sign of life to the leader.
-    ``term`` of ``term_of`` is the newest known to the node, of the ranges here or of any elected master.
+    ``term`` is the newest known to the node, of the ranges here or of any elected master.
     """
 
     node_id: str
@@ -94,8 +95,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
     tenants: Mapping[str, U64] | None = None
     map_version: U64 = 0
     owned: U64 = 0
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
     def validate(self) -> None:
         """Refuse too many keys."""
@@ -176,6 +176,4 @@ class AnnounceReply(FastMessage, frozen=True):
     orders: Orders | None = None
     elsewhere: Mapping[str, U64] | None = None
     num_nodes: U32 = 0
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED

@@ -5,15 +5,28 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+from tanghulu.rpc.wire import U64
+
 
 class Term(NamedTuple):
     """The ``number`` of an election, counted by the etcd with the id ``cluster``; 0 means no election."""
 
-    number: int = 0
-    cluster: int = 0
+    number: U64 = 0
+    cluster: U64 = 0
+
+
+class Signature(NamedTuple):
+    """The end of a master's reply: its term, and the renewals of its lease as one number, see ``Renewals``.
+
+    The term of one of several owners is the latest version of the map that it knows.
+    """
+
+    term: Term = Term()
+    renewals: U64 = 0
 
 
 NO_TERM = Term()
+UNSIGNED = Signature()
 #: Time by which a lease ends sooner for a master, and for each of its callers, than for etcd: clocks drift, and an
 #: answer may be in flight.
 MARGIN_S = 0.3
@@ -55,19 +68,19 @@ class TermFence:
         self.newest = Term()
         self._lock = threading.Lock()
 
-    def admits(self, number: int, cluster: int) -> bool:
-        """Return whether to obey a master of term ``number``; remembers it if it is the newest."""
-        if not number or self.newest == (number, cluster):
+    def admits(self, term: Term) -> bool:
+        """Return whether to obey a master of ``term``; remembers it if it is the newest."""
+        if not term.number or self.newest == term:
             return True
         with self._lock:
-            if cluster == self.newest.cluster and number < self.newest.number:
+            if term.cluster == self.newest.cluster and term.number < self.newest.number:
                 return False
-            self.newest = Term(number, cluster)
+            self.newest = term
             return True
 
-    def is_over(self, number: int, cluster: int) -> bool:
-        """Return whether a term later than ``number`` is known, whose master may not know what this one accepts."""
-        return cluster == self.newest.cluster and 0 < number < self.newest.number
+    def is_over(self, term: Term) -> bool:
+        """Return whether a later term is known, whose master may not know what that of ``term`` accepts."""
+        return term.cluster == self.newest.cluster and 0 < term.number < self.newest.number
 
     def __repr__(self) -> str:
         return f"TermFence({self.newest.number} of {self.newest.cluster:x})"
@@ -109,16 +122,17 @@ class LeaseProofs:
                 self._ttl_s, self._last = ttl_s or self._ttl_s, renewals
                 self._prove(sent_s, renewals)
 
-    def answered(self, term: int, term_of: int, renewals: int, sent_s: float) -> None:
-        """``record`` a reply's fields, with the minimal work that this takes between two renewals."""
+    def answered(self, signature: Signature, sent_s: float) -> None:
+        """``record`` a reply's signature, with the minimal work that this takes between two renewals."""
+        term, renewals = signature
         if not renewals:
             return
         with self._lock:
-            if renewals == self._packed and term == self._term.number and term_of == self._term.cluster:
+            if renewals == self._packed and term == self._term:
                 if self._answers and sent_s > self._answers[-1][1] and renewals >> 32 == self._answers[-1][0]:
                     self._answers[-1] = renewals >> 32, sent_s
                 return
-        self.record(Term(term, term_of), sent_s, Renewals.of(renewals))
+        self.record(term, sent_s, Renewals.of(renewals))
         self._packed = renewals
 
     def _prove(self, sent_s: float, renewals: Renewals) -> None:
@@ -137,6 +151,13 @@ class LeaseProofs:
         elif not answers or (asked > answers[-1][0] and sent_s > answers[-1][1]):
             answers.append((asked, sent_s))
             del answers[:-MAX_ANSWERS]
+
+    def accepts(self, signature: Signature, now_s: float) -> bool:
+        """Return whether to accept a reply that arrived before ``now_s``; if not, its master has to prove its lease.
+
+        A master that was not elected, or does not count its renewals, needs no proof.
+        """
+        return not signature.renewals or self.is_proven(signature.term, now_s)
 
     def is_proven(self, term: Term, now_s: float) -> bool:
         """Return whether to accept an answer of a master of ``term`` that arrived before ``now_s``."""

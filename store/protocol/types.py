@@ -11,6 +11,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.wire import U64, FastMessage
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 #: Values up to this size travel inside requests and answers: one round trip instead of three.
@@ -84,7 +85,7 @@ class NewChunk(FastMessage, frozen=True):
 class ClientCommit(FastMessage, frozen=True):
     """A client's commit: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``.
 
-    ``term`` of ``term_of`` is the newest known to the client; a master of an older one accepts no commit.
+    ``term`` is the newest known to the client; a master of an older one accepts no commit.
     """
 
     node_id: str
@@ -92,8 +93,7 @@ class ClientCommit(FastMessage, frozen=True):
     key: Key
     version: U64
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=_MAX_COMMIT_BYTES)]
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
     def validate(self) -> None:
         """Refuse a key with too many bytes."""

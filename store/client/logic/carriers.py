@@ -283,7 +283,7 @@ def _commit_at_nodes(
         items = [CommitItem(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
         num_accepted = sum(each.result is CommitResult.ACCEPTED for each in filled)
         request = CommitRequest(
-            items, aborted, options.visible, deadline.remaining_ms(), num_accepted, generation, *term
+            items, aborted, options.visible, deadline.remaining_ms(), num_accepted, generation, term
         )
         calls.append((node, methods.COMMIT.call(request)))
         committed.append(filled)

@@ -88,7 +88,7 @@ class CommitCall:
             commits = []
             for new in map(items.__getitem__, positions):
                 term = context.masters.fence.newest if owners is None else owners.term_of(new.key)
-                commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
+                commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, term))
             self.calls.append((peer, _call(commits)))
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
@@ -99,7 +99,7 @@ class CommitCall:
                 is_away = answer is not None and peer != MASTER
                 self.moved = self.moved or is_away or isinstance(answer, KeysMoved)
             elif self._counts(peer, positions, answer):
-                terms.append(Term(answer.message.term, answer.message.term_of))
+                terms.append(answer.message.signature.term)
                 for position, result in zip(positions, _results_in(answer, len(positions)), strict=True):
                     results[position] = result
         self.term = min(terms, default=NO_TERM)
@@ -110,7 +110,7 @@ class CommitCall:
         if owners is None or peer == MASTER:
             return owners is None and peer == MASTER
         numbers = [owners.range_of(self._news[position].key) for position in positions]
-        return owners.believes(peer, numbers, answer.message.term, answer.message.term_of)
+        return owners.believes(peer, numbers, answer.message.signature.term)
 
 
 def _call(commits: list[ClientCommit]) -> messages.AnyCall:
@@ -169,6 +169,6 @@ def take_results(
             op.error = answer
         return
     message: PutReply = answer.message
-    context.masters.fence.admits(message.term, message.term_of)
+    context.masters.fence.admits(message.term)
     for op, result in zip(ops, message.results, strict=True):
         op.take_result(node, result)

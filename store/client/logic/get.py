@@ -332,7 +332,7 @@ def _take_answer(
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
         return
-    context.masters.fence.admits(outcome.message.term, outcome.message.term_of)
+    context.masters.fence.admits(outcome.message.term)
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))

@@ -76,11 +76,11 @@ class KeyOwners:
         """Return the term that a master must know to accept a commit of ``key``."""
         return Term(self.map.term_of(self.range_of(key)), self.map.cluster)
 
-    def believes(self, peer: PeerId, numbers: Iterable[int], term: int, term_of: int) -> bool:
-        """Return whether an answer of ``peer``, which knew the map up to ``term``, counts for these ranges."""
+    def believes(self, peer: PeerId, numbers: Iterable[int], term: Term) -> bool:
+        """Return whether an answer of ``peer``, which knew the map of ``term``, counts for these ranges."""
         known = self.map
-        return term_of == known.cluster and all(
-            self._peers[number] == peer and known.terms[number] <= term for number in numbers
+        return term.cluster == known.cluster and all(
+            self._peers[number] == peer and known.terms[number] <= term.number for number in numbers
         )
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class SplitCall:
         if owners is None or peer == MASTER:
             return owners is None and peer == MASTER
         numbers = {self._range(owners, position) for position in positions}
-        return owners.believes(peer, numbers, outcome.message.term, outcome.message.term_of)
+        return owners.believes(peer, numbers, outcome.message.signature.term)
 
     def reply(self) -> Reply[Any]:
         """Return all answers joined into one."""

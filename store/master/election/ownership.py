@@ -44,6 +44,7 @@ from tanghulu.store.master.election.range_election import (
 from tanghulu.store.master.ownership import Ownership
 from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Signature
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -215,9 +216,9 @@ class EtcdOwnership(Ownership):
             await admitted.keep(lambda: present(admitted.ids))
 
     @property
-    def signature(self) -> tuple[int, int, int]:
+    def signature(self) -> Signature:
         """The end of every reply; see ``Ownership``."""
-        return (self._map.version, self._map.cluster, self.election.renewals(self._clock.now_s()).packed)
+        return Signature(self._map.newest_term, self.election.renewals(self._clock.now_s()).packed)
 
     async def prove(self) -> ProveReply:
         """Wait until etcd has confirmed a renewal requested after this call.
@@ -227,7 +228,7 @@ class EtcdOwnership(Ownership):
         self._require_any()
         asked_before = await self._proofs.wait()
         self._require_any()
-        return ProveReply(*self.signature, asked_before, round(self._ttl_s * 1000))
+        return ProveReply(self.signature, asked_before, round(self._ttl_s * 1000))
 
     def _require_any(self) -> None:
         if not self.owned:

@@ -98,7 +98,7 @@ class DirectoryCalls:
             self._orders(request),
             self._elsewhere(request) if request.tenants else None,
             directory.num_nodes if request.tenants else 0,
-            *ownership.signature,
+            ownership.signature,
         )
 
     def _count_announced(self, request: NodeAnnouncement, answer: Announced) -> None:
@@ -117,12 +117,12 @@ class DirectoryCalls:
         """Raise the error for a node that takes this master for the owner of other ranges, or for the leader."""
         server = self._server
         if not request.map_version:
-            server.require_newest(request.term, request.term_of)
+            server.require_newest(request.term)
             server.require_ranges(0)
         elif not request.owned:
             server.ownership.require_lead()
         else:
-            server.require_newest(request.term, request.term_of)
+            server.require_newest(request.term)
             self._require_owned_since(request)
             server.require_owned(request.keys())
 
@@ -131,10 +131,10 @@ class DirectoryCalls:
 
         Until it uses that term, the node accepts clients' commits of the term before as valid.
         """
-        known = self._server.ownership.map
-        owned = [number for number in self._server.ownership.owned if request.owned >> number & 1]
-        if known.cluster == request.term_of and any(known.term_of(number) > request.term for number in owned):
-            raise self._server.ownership.refusal()
+        ownership, term = self._server.ownership, request.term
+        known, owned = ownership.map, [number for number in ownership.owned if request.owned >> number & 1]
+        if known.cluster == term.cluster and any(known.term_of(number) > term.number for number in owned):
+            raise ownership.refusal()
 
     def _known_ranges(self, unreported: Sequence[int]) -> list[KnownRange]:
         """Return the known slots of the ranges here."""
@@ -172,7 +172,7 @@ class DirectoryCalls:
 
     def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
         """Take a client's commit of a chunk that it has written into a write buffer."""
-        self._server.require_newest(said.term, said.term_of)
+        self._server.require_newest(said.term)
         self._server.require_owned((said.key,))
         result = self._master.directory.commit_by_client(said, self._server.now_s)
         counts = self._metrics.counts
@@ -183,14 +183,13 @@ class DirectoryCalls:
             counts.client_commits += 1
         elif result is CommitResult.EXISTS:
             counts.refused += 1
-        return CommitKeyReply(result, *self._server.ownership.signature)
+        return CommitKeyReply(result, self._server.ownership.signature)
 
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """Do the same for several values of one put."""
         said = request.said
         check_count(len(said))
-        newest = max(each.term for each in said)
-        self._server.require_newest(newest, said[0].term_of)  # one client sends all of it
+        self._server.require_newest(max(each.term for each in said))  # one client sends all, of one etcd
         self._server.require_owned([each.key for each in said])
         directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
         results = [directory.commit_by_client(each, now_s) for each in said]
@@ -201,7 +200,7 @@ class DirectoryCalls:
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results, *self._server.ownership.signature)
+        return CommitKeysReply(results, self._server.ownership.signature)
 
     def holds(self, keys: Sequence[str]) -> bytes:
         """Return for each key 1 if some node holds it, else 0."""
@@ -228,11 +227,11 @@ class DirectoryCalls:
         if request.count_only:
             held = self.holds(request.keys)
             incomplete = self._master.directory.is_incomplete(request.keys, held)
-            return LocateReply(incomplete, (), held, *self._server.ownership.signature)
+            return LocateReply(incomplete, (), held, self._server.ownership.signature)
         found = self.holders(request.keys, removing=request.removing)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
         locations = [None if each is None else Location(*each) for each in found]
-        return LocateReply(incomplete, locations, b"", *self._server.ownership.signature)
+        return LocateReply(incomplete, locations, b"", self._server.ownership.signature)
 
     def _place(self, peer: Peer, request: PlaceRequest, attachment: memoryview) -> PlaceReply:
         """Return nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -249,7 +248,7 @@ class DirectoryCalls:
                 "they are draining, smaller, or have not announced their capacity yet"
             )
         self._metrics.counts.placements += 1
-        return PlaceReply([view_of(node, self._server.now_s) for node in nodes], *self._server.ownership.signature)
+        return PlaceReply([view_of(node, self._server.now_s) for node in nodes], self._server.ownership.signature)
 
     def _nodes(self, peer: Peer, request: NodesRequest, attachment: memoryview) -> NodesReply | bytes:
         if request.ranges:
@@ -278,13 +277,13 @@ class DirectoryCalls:
             more = page.more
             after = page.keys[-1].key if page.walked_to is None and page.keys else page.walked_to or ""
             await asyncio.sleep(0)
-        return ListKeysReply(keys, more, *signature)
+        return ListKeysReply(keys, more, signature)
 
     def _replicate(self, peer: Peer, request: ReplicateRequest, attachment: memoryview) -> ReplicateReply:
         """Have chunks copied in advance. Raises InvalidRequest for an invalid number or time."""
         self._server.require_owned(request.keys)
         num_taken = self._master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
-        return ReplicateReply(num_taken, *self._server.ownership.signature)
+        return ReplicateReply(num_taken, self._server.ownership.signature)
 
     def _events(self, peer: Peer, request: EventsRequest, attachment: memoryview) -> AnswerStream:
         """Stream a snapshot or the events behind the caller's last, then changes (``followers``). Raises Overloaded."""

@@ -11,6 +11,7 @@ from tanghulu.store.master.directory.nodes import NodeSummary
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest, NodeView
 from tanghulu.store.protocol.key_slots import ALL_RANGES
+from tanghulu.store.protocol.terms import NO_TERM
 
 
 def view_of(node: NodeSummary, now_s: float, *progress: Any) -> NodeView:
@@ -30,7 +31,7 @@ class NodeList:
 
     def __init__(self, server: MasterServer) -> None:
         self._server = server
-        self._written = (-1, -1, 0, 0)  # generation and version of the encoded list, and its term
+        self._written = (-1, -1, NO_TERM)  # generation and version of the encoded list, and its term
         self._whole = b""  # without the last field
 
     def answer(self, request: NodesRequest) -> NodesReply | bytes:
@@ -40,11 +41,11 @@ class NodeList:
         generation, version = self._server.master.generation, self._version
         if request.known_version == version and request.known_generation == generation:
             return self._reply([], unchanged=True)
-        term, cluster, renewals = self._server.ownership.signature
-        if self._written != (generation, version, term, cluster):
-            self._written = (generation, version, term, cluster)
-            self._whole = encode(self._write()).removesuffix(msgspec.msgpack.encode(renewals))
-        return self._whole + msgspec.msgpack.encode(renewals)
+        signature = self._server.ownership.signature
+        if self._written != (generation, version, signature.term):
+            self._written = (generation, version, signature.term)
+            self._whole = encode(self._write()).removesuffix(msgspec.msgpack.encode(signature))
+        return self._whole + msgspec.msgpack.encode(signature)
 
     @property
     def _version(self) -> int:
@@ -80,7 +81,7 @@ class NodeList:
             directory.num_unready,
             ownership.leads,
             of_part,
-            *ownership.signature,
+            ownership.signature,
         )
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ class WaitCalls:
     def _reply(self, keys: Sequence[str]) -> WaitReply:
         server = self._server
         found = server.master.directory.holds(keys) if server.owns(keys) else bytes(len(keys))
-        return WaitReply(found, *server.ownership.signature)
+        return WaitReply(found, server.ownership.signature)
 
     def _answer(self, over: Iterable[WaitingCall]) -> None:
         for waiter in over:

@@ -283,8 +283,7 @@ class Reporter:
             tenants=self._bounded_tenants(conversation),
             map_version=0 if known is None else known.version,
             owned=0 if known is None else bits_of(outbox.ranges),
-            term=term.number,
-            term_of=term.cluster,
+            term=term,
         )
 
     def _bounded_tenants(self, conversation: MasterConversation) -> dict[str, int] | None:

@@ -58,7 +58,6 @@ from tanghulu.store.protocol.messages import (
     Welcome,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import MAX_MESSAGE_BYTES, NewChunk
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey, LeaseId
@@ -299,7 +298,7 @@ class NodeService:
         settled = await self._puts.settled(written, visible=request.visible, until_s=until_s, num_known=num_known)
         for place, outcome in zip(places, PutReply.of(settled).outcomes, strict=True):
             outcomes[place] = outcome
-        return PutReply(outcomes, *self._state.newest_term)
+        return PutReply(outcomes, self._state.newest_term)
 
     def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
         """Return for each item its reservation, no longer being written, and the checksums sent by the client."""
@@ -329,10 +328,8 @@ class NodeService:
 
         The client has committed the first ``num_committed`` there, which counts if it is valid for all that are here.
         """
-        term = Term(request.term, request.term_of)
-        valid = all(
-            self._state.is_commit_valid(each, request.generation, term) for each, _ in ended if isinstance(each, Chunk)
-        )
+        chunks = [each for each, _ in ended if isinstance(each, Chunk)]
+        valid = all(self._state.is_commit_valid(each, request.generation, request.term) for each in chunks)
         num_known = max(0, min(num_committed, len(ended))) if valid else 0
         written: list[Written] = []
         for place, (chunk, checksums) in enumerate(ended):
@@ -364,7 +361,7 @@ class NodeService:
         if len(request.keys) > STEP_ITEMS:
             return self._get_in_steps(session, request)
         items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
-        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
+        return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
     async def _get_in_steps(self, session: Session, request: GetRequest) -> Answer:
         """Get many keys."""
@@ -387,7 +384,7 @@ class NodeService:
             await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
+        return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
     async def _touch_again(self, keys: Sequence[str]) -> None:
         """Touch ``keys`` in the order of the prompt, the last ones first, as one step of a smaller call would."""
@@ -428,7 +425,7 @@ class NodeService:
             await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
+        return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
     async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
         if self._promoter is None:

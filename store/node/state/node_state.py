@@ -184,10 +184,10 @@ class NodeState:
 
     # --- puts: commit or abort
 
-    def obeys(self, term: int, term_of: int) -> bool:
+    def obeys(self, term: Term) -> bool:
         """Return whether to obey the master of that answer; clients learn the newest term from the index."""
         newest = self._fence.newest
-        admitted = self._fence.admits(term, term_of)
+        admitted = self._fence.admits(term)
         if self._fence.newest != newest:
             self._published.tell_term(self._fence.newest)
         return admitted
@@ -210,7 +210,7 @@ class NodeState:
         """
         if generation != self._generation or self.chunks.age_s(chunk) > RELIED_S:
             return False
-        if self.reports.is_over(chunk.key, term) if self.reports.map is not None else self._fence.is_over(*term):
+        if self.reports.is_over(chunk.key, term) if self.reports.map is not None else self._fence.is_over(term):
             return False
         return not self.reports.has_retracted(chunk.key, chunk.version)
 

@@ -138,7 +138,7 @@ class FakeCluster:
             else:
                 data += value
             items.append(Found(len(value), 0, checksums.compute(b"right"), self.num_pins, 0, False))
-        return Reply(GetReply(items, 1000, *self.term), memoryview(data))
+        return Reply(GetReply(items, 1000, self.term), memoryview(data))
 
     def _method_unpin(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         self.told_corrupt += [(peer, key) for key in call.request.corrupt]

@@ -47,7 +47,7 @@ from tanghulu.store.protocol.messages import (
 )
 from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, PROVE, WAIT
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
-from tanghulu.store.protocol.terms import NO_TERM, Renewals, Term
+from tanghulu.store.protocol.terms import NO_TERM, Renewals, Signature, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import Address, ChunkKey, Role
@@ -206,14 +206,14 @@ async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_s
     master = ElectedMaster(7)
     async with serving(master) as (address, _):
         connection = await AsyncFastConnection.connect(Address.parse(address))
-        said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD)
+        said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, Term(9, ETCD))
         for method, request in ((COMMIT_KEY, said), (COMMIT_KEYS, CommitKeysRequest([said]))):
             with pytest.raises(KeysMoved):
                 await connection.call(method.number, request, method.reply)
         assert master.ownership.leads, "a client's word deposes nobody"
-        of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD + 1)
+        of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, Term(9, ETCD + 1))
         reply = await connection.call(COMMIT_KEY.number, of_another_etcd, CommitKeyReply)
-        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, 7, ETCD, Renewals(1, 1).packed)
+        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, Signature(Term(7, ETCD), Renewals(1, 1).packed))
         await connection.close()
 
 
@@ -282,7 +282,7 @@ async def test_a_master_that_was_not_elected_proves_nothing_and_needs_not() -> N
 # --- a client that knows only the master that stood still learns of its successor from nodes
 
 
-OF_OLD = Reply(LocateReply(False, (None,), b"", 7, ETCD), memoryview(b""))
+OF_OLD = Reply(LocateReply(False, (None,), b"", Signature(Term(7, ETCD))), memoryview(b""))
 
 
 @pytest.mark.parametrize("operation", ["get", "put"])
@@ -324,8 +324,8 @@ def test_a_node_tells_readers_of_its_memory_whom_it_obeys() -> None:
     )
     reader = IndexReader(memory, memory, IndexPlace(0, 64, 1))
     assert reader.term == NO_TERM
-    assert state.obeys(9, ETCD)
-    assert not state.obeys(7, ETCD)
+    assert state.obeys(Term(9, ETCD))
+    assert not state.obeys(Term(7, ETCD))
     assert reader.term == Term(9, ETCD)
 
 
@@ -345,5 +345,5 @@ async def test_every_reply_of_the_directory_carries_the_term() -> None:
         connection = await AsyncFastConnection.connect(Address.parse(address))
         for method, request in requests:
             reply = (await connection.call(method.number, request, method.reply)).message
-            assert (reply.term, reply.term_of) == (7, ETCD), method.name
+            assert reply.signature.term == (7, ETCD), method.name
         await connection.close()

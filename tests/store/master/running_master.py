@@ -34,6 +34,7 @@ from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, Nod
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
 from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.store.protocol.range_map import RangeMap
+from tanghulu.store.protocol.terms import Signature
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
 from tests.free_ports import free_port
 
@@ -56,8 +57,8 @@ class FixedOwnership(Ownership):
     map = RangeMap.of_one(None)
 
     @property
-    def signature(self) -> tuple[int, int, int]:
-        return self.map.version, self.map.cluster, 0
+    def signature(self) -> Signature:
+        return Signature(self.map.newest_term)
 
     def __init__(self) -> None:
         self._owned: frozenset[int] = frozenset()

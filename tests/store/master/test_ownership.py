@@ -112,11 +112,11 @@ async def test_the_lease_is_proven_by_a_renewal_behind_the_call() -> None:
         ownership = running[0].ownership
         with pytest.raises(NotLeader):
             await ownership.prove()
-        assert Renewals.of(ownership.signature[2]).confirmed == 0 < ownership.signature[2]
+        assert Renewals.of(ownership.signature.renewals).confirmed == 0 < ownership.signature.renewals
         await until(lambda: shared(running, "a"))
-        before = Renewals.of(ownership.signature[2]).confirmed
+        before = Renewals.of(ownership.signature.renewals).confirmed
         proofs = await asyncio.gather(*(ownership.prove() for _ in range(50)))
-        assert Renewals.of(ownership.signature[2]).confirmed > max(each.asked_before for each in proofs) >= before
+        assert Renewals.of(ownership.signature.renewals).confirmed > max(each.asked_before for each in proofs) >= before
 
 
 async def test_owners_know_the_nodes_that_the_leader_lets_in() -> None:

@@ -38,6 +38,7 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.key_slots import range_of
+from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey, InstanceId, Role
 from tests.store.sim.actors import REGISTER_TTL_S, Server, SimProcess
 from tests.store.sim.etcd_process import ETCD, SimEtcd, SimEtcdClient, reached_by
@@ -161,12 +162,12 @@ class SharedWorld(World):
     def run(self) -> Counter[str]:
         world, believes = self, KeyOwners.believes
 
-        def checked(owners: KeyOwners, peer: Any, numbers: Iterable[int], term: int, term_of: int) -> bool:
+        def checked(owners: KeyOwners, peer: Any, numbers: Iterable[int], term: Term) -> bool:
             numbers = list(numbers)
-            is_believed = believes(owners, peer, numbers, term, term_of)
+            is_believed = believes(owners, peer, numbers, term)
             for number in numbers if is_believed else ():
                 owner = owners.map.owner_of(number)
-                if owner is not None and (owner, number, term) in world.false_answers:
+                if owner is not None and (owner, number, term.number) in world.false_answers:
                     world.fail(AssertionError(f"{owner} was believed for range {number}, which it did not own"))
             return is_believed
 
