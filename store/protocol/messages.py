@@ -14,7 +14,7 @@ Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -344,7 +344,7 @@ class TenantsReply(FastMessage, frozen=True):
     tenants: list[TenantFigures]
 
 
-# --- between client and master: LOCATE, COMMIT_KEY, COMMIT_KEYS
+# --- between client and master: LOCATE, COMMIT_KEYS
 
 
 class LocateRequest(FastMessage, frozen=True):
@@ -386,31 +386,21 @@ class LocateReply(FastMessage, frozen=True):
         return [True] * len(found) if found.count(1) == len(found) else [byte == 1 for byte in found]
 
 
-_ClientCommits: TypeAlias = Annotated[list[ClientCommit], msgspec.Meta(min_length=1)]
-
-
 class CommitKeysRequest(FastMessage, frozen=True):
-    """Several proclamations of one put."""
+    """Clients' commits of one put."""
 
-    said: _ClientCommits
+    commits: Annotated[list[ClientCommit], msgspec.Meta(min_length=1)]
 
     def validate(self) -> None:
-        """Refuse an invalid proclamation."""
-        for each in self.said:
+        """Refuse an invalid commit."""
+        for each in self.commits:
             each.validate()
 
 
-class CommitKeyReply(FastMessage, frozen=True):
-    """The answer to one proclamation."""
-
-    commit_result: CommitResult
-    signature: Signature = UNSIGNED
-
-
 class CommitKeysReply(FastMessage, frozen=True):
-    """A commit_result a proclamation."""
+    """A result for each of the commits."""
 
-    commit_results: list[CommitResult]
+    results: list[CommitResult]
     signature: Signature = UNSIGNED
 
 

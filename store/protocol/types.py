@@ -101,7 +101,7 @@ class ClientCommit(FastMessage, frozen=True):
 
 
 class CommitResult(Enum):
-    """The answer to a proclamation."""
+    """The answer to a client's commit."""
 
     EXISTS = 0  # a live node holds another version of the key: this put is a hit
     ACCEPTED = 1

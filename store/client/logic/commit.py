@@ -89,7 +89,7 @@ class CommitCall:
             for new in map(items.__getitem__, positions):
                 term = context.masters.fence.newest if owners is None else owners.term_of(new.key)
                 commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, term))
-            self.calls.append((peer, _call(commits)))
+            self.calls.append((peer, methods.COMMIT_KEYS.call(CommitKeysRequest(commits))))
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
         """Return one result per item, from an answer for each of ``calls``; ASK_NODE replaces an invalid answer."""
@@ -98,9 +98,9 @@ class CommitCall:
             if answer is None or isinstance(answer, TanghuluError):
                 is_away = answer is not None and peer != MASTER
                 self.moved = self.moved or is_away or isinstance(answer, KeysMoved)
-            elif self._counts(peer, positions, answer):
+            elif len(answer.message.results) == len(positions) and self._counts(peer, positions, answer):
                 terms.append(answer.message.signature.term)
-                for position, result in zip(positions, _results_in(answer, len(positions)), strict=True):
+                for position, result in zip(positions, answer.message.results, strict=True):
                     results[position] = result
         self.term = min(terms, default=NO_TERM)
         return results
@@ -111,19 +111,6 @@ class CommitCall:
             return owners is None and peer == MASTER
         numbers = [owners.range_of(self._news[position].key) for position in positions]
         return owners.believes(peer, numbers, answer.message.signature.term)
-
-
-def _call(commits: list[ClientCommit]) -> messages.AnyCall:
-    if len(commits) == 1:
-        return methods.COMMIT_KEY.call(commits[0])
-    return methods.COMMIT_KEYS.call(CommitKeysRequest(commits))
-
-
-def _results_in(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
-    if num_items == 1:
-        return [answer.message.commit_result]
-    results: list[CommitResult] = answer.message.commit_results
-    return results if len(results) == num_items else [CommitResult.ASK_NODE] * num_items
 
 
 def commit_by_client(

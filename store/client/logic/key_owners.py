@@ -6,7 +6,7 @@ then on splits its calls by owner:
 
     call                 split                                  joined
     LOCATE, WAIT         by owner of each key, in their order   by position
-    COMMIT_KEY(S)        by owner of each key (``commit``)      by position
+    COMMIT_KEYS          by owner of each key (``commit``)      by position
     REPLICATE            by owner of each key                   sum
     LIST_KEYS            all owners, each for its ranges        merged by key, cut at the limit
     NODES of an operator all owners, each for its ranges        by node, chunks summed; drained if all say so

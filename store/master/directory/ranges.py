@@ -360,15 +360,15 @@ class RangeDirectories:
 
     # --- commits of clients
 
-    def commit_by_client(self, said: ClientCommit, now_s: float) -> CommitResult:
+    def commit_by_client(self, commit: ClientCommit, now_s: float) -> CommitResult:
         """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
-        node = self._nodes.get(said.node_id)
-        if node is None or node.instance.generation != said.generation or node.draining:
+        node = self._nodes.get(commit.node_id)
+        if node is None or node.instance.generation != commit.generation or node.draining:
             return CommitResult.ASK_NODE
-        number = range_of(said.key)
-        result = self._ranges[number].commit_by_client(said, self._inventory(node, number), now_s)
+        number = range_of(commit.key)
+        result = self._ranges[number].commit_by_client(commit, self._inventory(node, number), now_s)
         if result is CommitResult.ACCEPTED:
-            self._log(DirectoryEventKind.STORED, said.node_id, (said.key,))
+            self._log(DirectoryEventKind.STORED, commit.node_id, (commit.key,))
         return result
 
     @property

@@ -39,7 +39,6 @@ from tanghulu.store.protocol.directory_messages import (
 )
 from tanghulu.store.protocol.key_slots import RANGE_SLOTS, bits_of, range_of
 from tanghulu.store.protocol.messages import (
-    CommitKeyReply,
     CommitKeysReply,
     CommitKeysRequest,
     LocateReply,
@@ -50,7 +49,7 @@ from tanghulu.store.protocol.messages import (
     ProveReply,
     ProveRequest,
 )
-from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.store.protocol.types import CommitResult
 from tanghulu.types import Place, format_size
 
 #: Keys of a listing looked up in one step, some 8 ms.
@@ -170,37 +169,22 @@ class DirectoryCalls:
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._server.now_s))
         return reply
 
-    def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
-        """Take a client's commit of a chunk that it has written into a write buffer."""
-        self._server.require_newest(said.term)
-        self._server.require_owned((said.key,))
-        result = self._master.directory.commit_by_client(said, self._server.now_s)
-        counts = self._metrics.counts
-        if result is CommitResult.ACCEPTED:
-            self._server.changed()
-            if len(self.waiting.board):
-                self.waiting.announced((said.key,))
-            counts.client_commits += 1
-        elif result is CommitResult.EXISTS:
-            counts.refused += 1
-        return CommitKeyReply(result, self._server.ownership.signature)
-
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
-        """Do the same for several values of one put."""
-        said = request.said
-        check_count(len(said))
-        self._server.require_newest(max(each.term for each in said))  # one client sends all, of one etcd
-        self._server.require_owned([each.key for each in said])
-        directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
-        results = [directory.commit_by_client(each, now_s) for each in said]
-        accepted = [each.key for each, result in zip(said, results, strict=True) if result is CommitResult.ACCEPTED]
+        """Take a client's commits of chunks that it has written into a node's memory."""
+        commits, server, counts = request.commits, self._server, self._metrics.counts
+        check_count(len(commits))
+        server.require_newest(commits[0].term if len(commits) == 1 else max(each.term for each in commits))
+        server.require_owned([each.key for each in commits])
+        directory, now_s = self._master.directory, server.now_s
+        results = [directory.commit_by_client(each, now_s) for each in commits]
+        accepted = [each.key for each, result in zip(commits, results, strict=True) if result is CommitResult.ACCEPTED]
         if accepted:
-            self._server.changed()
+            server.changed()
             if len(self.waiting.board):
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results, self._server.ownership.signature)
+        return CommitKeysReply(results, server.ownership.signature)
 
     def holds(self, keys: Sequence[str]) -> bytes:
         """Return for each key 1 if some node holds it, else 0."""
@@ -308,7 +292,6 @@ class DirectoryCalls:
         service.register(HELLO, welcome)
         service.register(methods.ANNOUNCE, self._announce_on)
         service.register(methods.LOCATE, self._locate)
-        service.register(methods.COMMIT_KEY, self._commit_key)
         service.register(methods.COMMIT_KEYS, self._commit_keys)
         service.register(methods.WAIT, self.waiting.wait)
         service.register(methods.NODES, self._nodes)

@@ -38,14 +38,14 @@ from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, 
 from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, WaitRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS
 from tanghulu.store.protocol.messages import (
-    CommitKeyReply,
+    CommitKeysReply,
     CommitKeysRequest,
     LocateReply,
     LocateRequest,
     ProveReply,
     ProveRequest,
 )
-from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, PROVE, WAIT
+from tanghulu.store.protocol.methods import COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, PROVE, WAIT
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
 from tanghulu.store.protocol.terms import NO_TERM, Renewals, Signature, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
@@ -207,13 +207,13 @@ async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_s
     async with serving(master) as (address, _):
         connection = await AsyncFastConnection.connect(Address.parse(address))
         said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, Term(9, ETCD))
-        for method, request in ((COMMIT_KEY, said), (COMMIT_KEYS, CommitKeysRequest([said]))):
-            with pytest.raises(KeysMoved):
-                await connection.call(method.number, request, method.reply)
+        with pytest.raises(KeysMoved):
+            await connection.call(COMMIT_KEYS.number, CommitKeysRequest([said]), CommitKeysReply)
         assert master.ownership.leads, "a client's word deposes nobody"
         of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, Term(9, ETCD + 1))
-        reply = await connection.call(COMMIT_KEY.number, of_another_etcd, CommitKeyReply)
-        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, Signature(Term(7, ETCD), Renewals(1, 1).packed))
+        reply = await connection.call(COMMIT_KEYS.number, CommitKeysRequest([of_another_etcd]), CommitKeysReply)
+        signature = Signature(Term(7, ETCD), Renewals(1, 1).packed)
+        assert reply.message == CommitKeysReply([CommitResult.ACCEPTED], signature)
         await connection.close()
 
 
@@ -335,7 +335,6 @@ async def test_every_reply_of_the_directory_carries_the_term() -> None:
     requests = [
         (LOCATE, LocateRequest(["k"], True)),
         (LOCATE, LocateRequest(["k"], False)),
-        (COMMIT_KEY, said),
         (COMMIT_KEYS, CommitKeysRequest([said])),
         (NODES, NodesRequest()),
         (LIST_KEYS, ListKeysRequest()),

@@ -50,7 +50,6 @@ from tanghulu.store.protocol.directory_messages import (
 from tanghulu.store.protocol.messages import (
     ChunkInfo,
     CommitItem,
-    CommitKeyReply,
     CommitKeysReply,
     CommitKeysRequest,
     CommitRequest,
@@ -137,8 +136,6 @@ EXAMPLES: list[FastMessage] = [
     OpenBufferReply(BufferPlace(128, 256, 1024, 1 << 20, 1 << 22)),
     LocateRequest(["a", "b"], True),
     LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1", SIGNED),
-    SAID,
-    CommitKeyReply(CommitResult.ACCEPTED, SIGNED),
     CommitKeysRequest([SAID, SAID]),
     CommitKeysReply([CommitResult.EXISTS, CommitResult.ACCEPTED, CommitResult.ASK_NODE], SIGNED),
     ProveRequest(),
@@ -258,7 +255,6 @@ WRONG_CHUNKS: list[Any] = [(-1, Pin.SOFT, Tier.SSD), (1, "medium", Tier.SSD), (1
 OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
     *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
-    *(ClientCommit("n", 1, ChunkKey(key), 1, 1) for key in ("", LONG, WIDE)),
     *(CommitKeysRequest([ClientCommit("n", 1, ChunkKey(key), 1, 1)]) for key in ("", LONG, WIDE)),
     PutRequest([NewChunk(ChunkKey("k"), -1, 1)], True, 1),
     PutRequest([NewChunk(ChunkKey("k"), 1, -1)], True, 1),
@@ -284,7 +280,6 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     EvictRequest([], -1),
     VerifyRequest("a", -1),
     TenantsReply([TenantFigures("acme", -1)]),
-    ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44),
     CommitKeysRequest([]),
     CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44)]),
     NodeHello(PROTOCOL_VERSION, held_lease_ids=[-1]),
@@ -292,7 +287,7 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     structs.replace(WELCOME, segment=structs.replace(SEGMENT, size_bytes=-1)),
     structs.replace(WELCOME, segment=structs.replace(SEGMENT, endpoints=(Endpoint("tcp", "a:1", distance=1 << 32),))),
     structs.replace(WELCOME, index=IndexPlace(0, 1 << 32, 7)),
-    CommitKeyReply(3),  # type: ignore[arg-type]
+    CommitKeysReply([3]),  # type: ignore[arg-type]
     *(NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey(key), 1, 1)]) for key in ("", LONG)),
     *(NodeAnnouncement("n", 1, piece=ReportPiece(0, 0, [(ChunkKey(key), 1, 1, False)])) for key in ("", LONG)),
     *(NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey("k"), 1, size)]) for size in (-1, (1 << 40) + 1)),
@@ -326,7 +321,7 @@ def test_the_largest_that_is_within_bounds() -> None:
         PutRequest([NewChunk(ChunkKey("x" * MAX_KEY_BYTES), 1, 1, replicas=255, ttl_s=most / 1000)], True, most),
         PutRequest([NewChunk(ChunkKey("ю" * (MAX_KEY_BYTES // 2)), (1 << 64) - 1, (1 << 64) - 1)], True, 0),
         PutRequest([NewChunk(ChunkKey("k"), 1, MAX_PARTS, Checksums(1, (0,) * MAX_PARTS))], True, 1),
-        ClientCommit("n", 1, ChunkKey("k"), 1, (1 << 44) - 1),
+        CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, (1 << 44) - 1)]),
     ):
         assert back(fine) == fine
 
