@@ -155,11 +155,11 @@ class AnnounceReply(FastMessage, frozen=True):
     ``undecided`` are indexes into ``added``: another put of the key is committed by its client, or older chunks may
     have yet to be reported, so these are to be announced again. ``refused`` are indexes into the piece's entries.
 
-    ``report_wanted``: the master does not know this node's chunks. ``report_keys``: the number of keys that the next
-    piece may have; 0: not yet, ask again. ``known_slots``: the slots below this one are known, so undecided entries
-    there can be announced again. To a node with a map: ``ranges``, those that this master owns and that are not
-    completely known, or that this node has yet to report; and ``map_version``, if ``owned`` does not match this
-    master's ranges: the latest version of the map known to it.
+    ``report_wanted``: the master does not know the running report; begin it again. ``report_keys``: the number of keys
+    that the next piece may have; 0: not yet, ask again. ``ranges``: those that this master owns and that are not
+    completely known, or that this node has yet to report; undecided entries in known slots can be announced again.
+    ``map_version``, to a node with a map whose ``owned`` does not match this master's ranges: the latest version of the
+    map known here.
 
     ``elsewhere``: bytes that the tenants of the announcement hold on all other nodes; there are ``num_nodes``, 0: none
     were named. The rest is as in LocateReply.
@@ -170,7 +170,6 @@ class AnnounceReply(FastMessage, frozen=True):
     refused: Sequence[U32] = ()
     report_wanted: bool = False
     report_keys: U32 = 0
-    known_slots: U32 = 0
     ranges: Sequence[KnownRange] = ()
     map_version: U64 = 0
     orders: Orders | None = None

@@ -42,7 +42,7 @@ from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, Nod
 from tanghulu.store.master.directory.report_grants import ReportGrants
 from tanghulu.store.protocol.announcements import NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, bits_of, range_of, ranges_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
 #: Keys and events kept by the log for followers: as many as there are keys, within these bounds. With more, to start
@@ -80,8 +80,7 @@ class RangeDirectories:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(MIN_LOG_WEIGHT)
-        #: Slots whose unknown keys are missing keys; and the number of leading ones among all slots.
-        self.num_known_slots = self.known_prefix = 0
+        self.num_known_slots = 0  # slots whose unknown keys are missing keys
         self.num_retracted = 0
         self._nodes = RegisteredNodes()
         self._inventories = Inventories()
@@ -353,10 +352,7 @@ class RangeDirectories:
         for directory in owned:
             directory.rebuild.update(self._nodes.least_reported(directory.number) if are_all else 0)
         self._unready = [directory for directory in owned if not directory.rebuild.is_ready]
-        known = [directory.rebuild.num_known_slots for directory in self._ranges]
-        first = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), None)
-        self.num_known_slots = sum(known)
-        self.known_prefix = NUM_SLOTS if first is None else first * RANGE_SLOTS + known[first]
+        self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     # --- commits of clients
 
@@ -522,10 +518,7 @@ class RangeDirectories:
         owned = [directory for directory in self._ranges if directory.number in self._owned]
         assert self._unready == [directory for directory in owned if not directory.rebuild.is_ready]
         assert not any(len(directory.table) for directory in self._ranges if directory.number not in self._owned)
-        known = [directory.rebuild.num_known_slots for directory in self._ranges]
-        assert self.num_known_slots == sum(known)
-        whole = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), NUM_RANGES)
-        assert self.known_prefix == sum(known[: whole + 1])
+        assert self.num_known_slots == sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     def __repr__(self) -> str:
         num_ready = NUM_RANGES - len(self._unready)

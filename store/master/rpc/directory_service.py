@@ -83,16 +83,15 @@ class DirectoryCalls:
             if request.piece is not None:
                 self.waiting.announced(entry[0] for entry in request.piece.entries)
         self._count_announced(request, answer)
-        ownership, goes_by_map = server.ownership, bool(request.map_version)
-        is_mistaken = goes_by_map and request.owned and request.owned != bits_of(ownership.owned)
+        ownership = server.ownership
+        is_mistaken = request.map_version and request.owned and request.owned != bits_of(ownership.owned)
         return AnnounceReply(
             answer.accepted,
             answer.undecided,
             answer.refused,
             answer.report_wanted,
             answer.report_keys,
-            directory.known_prefix,
-            self._known_ranges(answer.unreported) if goes_by_map else (),
+            self._known_ranges(answer.unreported),
             ownership.map.version if is_mistaken else 0,
             self._orders(request),
             self._elsewhere(request) if request.tenants else None,
@@ -135,9 +134,11 @@ class DirectoryCalls:
         if known.cluster == term.cluster and any(known.term_of(number) > term.number for number in owned):
             raise ownership.refusal()
 
-    def _known_ranges(self, unreported: Sequence[int]) -> list[KnownRange]:
-        """Return the known slots of the ranges here."""
+    def _known_ranges(self, unreported: Sequence[int]) -> Sequence[KnownRange]:
+        """Return the known slots of the ranges that are not completely known, or that a node has yet to report."""
         known = self._master.directory.known_slots()
+        if not known and not unreported:
+            return ()
         return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
 
     def _orders(self, request: NodeAnnouncement) -> Orders | None:

@@ -22,7 +22,7 @@ from tanghulu.rpc.greeting import greet
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement
-from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, known_below
+from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS
 from tanghulu.store.protocol.messages import MastersRequest, ProveReply, ProveRequest
 from tanghulu.store.protocol.methods import ANNOUNCE, MASTERS, PROVE
 from tanghulu.store.protocol.range_map import RangeMap
@@ -221,8 +221,6 @@ class MasterConversation:
 
     def _known(self, reply: AnnounceReply) -> bytes:
         """Return the number of slots of each range known to the master."""
-        if self._state.reports.map is None:
-            return known_below(reply.known_slots)
         known = bytearray([RANGE_SLOTS] * NUM_RANGES)
         for number, known_slots, _ in reply.ranges:
             known[number] = known_slots

@@ -312,15 +312,11 @@ class Reporter:
     def _report_wanted(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
         """Begin the reports requested by the master, and request the map if the master uses another."""
         known, outbox = self._reports.map, conversation.outbox
-        if known is None:
-            if reply.report_wanted:
-                outbox.want_whole_report()
-        else:
-            if reply.map_version > known.version:
-                self._ask_for_map_of(conversation)
-            if reply.report_wanted and message.report_id:  # it does not know the running report
-                outbox.want_whole_report()
-            outbox.want_report([each.number for each in reply.ranges if each.wanted])
+        if known is not None and reply.map_version > known.version:
+            self._ask_for_map_of(conversation)
+        if reply.report_wanted and message.report_id:
+            outbox.want_whole_report()
+        outbox.want_report([each.number for each in reply.ranges if each.wanted])
         if outbox.report_wanted:
             _log.info("reporter.report", master=str(conversation.master), num_chunks=len(self._chunks))
             self._state.begin_reports()

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.node.state.outcomes import Reserved
-from tanghulu.store.protocol.key_slots import NUM_RANGES, known_below, range_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, range_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey
@@ -103,7 +103,7 @@ class AnyOwners(RuleBasedStateMachine):
             outbox.requeue()
             return
         outbox.done()
-        outbox.granted(2, known_below(1024))
+        outbox.granted(2, bytes([RANGE_SLOTS] * NUM_RANGES))
         for chunk in message.added:
             if message.concerns(chunk.key):
                 self.state.reported(chunk, accepted=True)

@@ -18,12 +18,17 @@ from tanghulu.store.node.state.outbox import MAX_RETRACTED
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
 from tanghulu.store.node.state.reports import NodeReports
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, known_below, slot_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, slot_of
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import CAPACITY, COPIES, GENERATION, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
 
 # --- states
+
+
+def known_below(num_slots: int) -> bytes:
+    """The slots of each range that a master knows which knows the first ``num_slots`` of all."""
+    return bytes(min(max(num_slots - number * RANGE_SLOTS, 0), RANGE_SLOTS) for number in range(NUM_RANGES))
 
 
 def test_unknown_transitions_raise() -> None:

@@ -152,7 +152,7 @@ COPIED: dict[str, Any] = {"replicated": [("k", 3)], "quiet": True, "hot": [("k",
 TERM: dict[str, Any] = {"tenants": {"acme": 5}, "map_version": 9, "owned": (1 << 64) - 1, "term": NINE}
 EXAMPLES += [
     NodeAnnouncement("n1", 2, ENTRIES, GONE, GONE, GONE, 3, PIECE, frozenset({63}), 9, 8, 7, 6, **COPIED, **TERM),
-    AnnounceReply([True], [0], [1], True, 9, 8, [KnownRange(63, 4, True)], 7, ORDERS, {"acme": 5}, 3, SIGNED),
+    AnnounceReply([True], [0], [1], True, 9, [KnownRange(63, 4, True)], 7, ORDERS, {"acme": 5}, 3, SIGNED),
     PlaceRequest(1000, 2, "n1", "z/r/h"),
     PlaceReply([VIEW], SIGNED),
     NodesRequest(1, 2, True, 3),
