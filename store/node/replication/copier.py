@@ -21,7 +21,7 @@ from tanghulu.store.client.logic import operations, query
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import Deadline, Logic, PeerId
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.node.writes.puts import PutBatch, PutService
 from tanghulu.store.protocol.announcements import CopyOrder, Orders
 from tanghulu.store.protocol.messages import ChunkInfo
 from tanghulu.store.protocol.types import NewChunk
@@ -94,8 +94,9 @@ class Copier:
             )
             until_s = asyncio.get_running_loop().time() + deadline.remaining_s()
             value = chunk.numpy().data.cast("B")
-            (outcome,) = await self._puts.put_all([(new, value)], visible=True, until_s=until_s)
+            written = await PutBatch(self._puts, [new], values=[value]).finish(until_s)
             del value
+            (outcome,) = await self._puts.settled(written, visible=True, until_s=until_s)
         if isinstance(outcome, TanghuluError):
             raise outcome
         if outcome:  # then it is announced already, or another version of the key is

@@ -8,6 +8,7 @@ into steps and the waiting for the master.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,17 +25,19 @@ from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
-from tanghulu.store.node.rpc.stats import check_count, chunk_info
 from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
-from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
+from tanghulu.store.node.writes.puts import STEP_ITEMS, PutBatch, PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.directory_messages import check_count
 from tanghulu.store.protocol.messages import (
+    ChunkInfo,
     CommitItem,
     CommitRequest,
     Done,
@@ -68,8 +71,6 @@ _log = structlog.get_logger(__name__)
 MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Part of the memory pinned by one answer made key by key; its first key may be larger.
 MAX_PINNED_FRACTION = 1 / 8
-#: Items or keys of a large call served in one step of the loop: about a millisecond.
-STEP_ITEMS = 256
 DEFAULT_DEADLINE_S = 5.0
 #: An item of COMMIT: a reservation no longer being written, or its error, and its checksums.
 _Ended: TypeAlias = tuple[Chunk | TanghuluError, Checksums]
@@ -169,14 +170,14 @@ class NodeService:
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values sent in the request."""
         session_of(peer)
-        items = cut_values(request.items, attachment)
+        values = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s, master_s = self._until(request.deadline_ms), self._until(request.master_ms or request.deadline_ms)
-        written = self._puts.write_at_once(items[:STEP_ITEMS], visible=request.visible)
-        self._puts.room_changed()
-        if len(written) < len(items):
-            return self._put_rest(items, written, request.visible, until_s, master_s)
-        return self._settle(written, request.visible, master_s)
+        batch = PutBatch(self._puts, request.items, values=values, visible=request.visible)
+        batch.step()
+        if not batch.is_complete:
+            return self._put_rest(batch, request.visible, until_s, master_s)
+        return self._settle(batch.written, request.visible, master_s)
 
     def receive(self, peer: Peer, request: PutRequest, num_bytes: int) -> PayloadSink | None:
         """Return the range for the value of an incoming PUT; None if ``put`` is to copy it."""
@@ -198,54 +199,30 @@ class NodeService:
         self._puts.room_changed()
         return self._settle((written,), visible, until_s)
 
-    async def _put_rest(
-        self,
-        items: list[tuple[NewChunk, memoryview]],
-        written: list[Written],
-        visible: bool,
-        until_s: float,
-        master_s: float,
-    ) -> Answer:
-        goes_on = True
-        while goes_on and len(written) < len(items):
-            await asyncio.sleep(0)
-            some = items[len(written) : len(written) + STEP_ITEMS]
-            more = self._puts.write_at_once(some, visible=visible)
-            self._puts.room_changed()
-            written += more
-            goes_on = len(more) == len(some)
-        written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
+    async def _put_rest(self, batch: PutBatch, visible: bool, until_s: float, master_s: float) -> Answer:
+        written = await batch.finish(until_s)
         outcomes = await self._puts.settled(written, visible=visible, until_s=master_s)
         return PutReply.of(outcomes, self._state.newest_term)
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
         """Reserve ranges for the client to write."""
         check_count(len(request.items))
-        session = session_of(peer)
-        items = request.items
+        batch = PutBatch(self._puts, request.items, holder=session_of(peer).holder)
         # Clients without access to memory must not find another tenant's data in its ranges.
         wipes = peer.identity is not None and not peer.identity.shared_memory
-        reserved = [] if wipes else self._puts.reserve_at_once(items[:STEP_ITEMS], session.holder)
-        if wipes or len(reserved) < len(items):
-            return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
-        return _reserve_reply(reserved)
+        if not wipes:
+            batch.step()
+        if wipes or not batch.is_complete:
+            return self._reserve_rest(batch, self._until(request.deadline_ms), wipes)
+        return _reserve_reply(batch.written)
 
-    async def _reserve_rest(
-        self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
-    ) -> Answer:
+    async def _reserve_rest(self, batch: PutBatch, until_s: float, wipes: bool) -> Answer:
         try:
-            goes_on = True
-            while goes_on and len(reserved) < len(items):
-                await asyncio.sleep(0)
-                some = items[len(reserved) : len(reserved) + STEP_ITEMS]
-                more = self._puts.reserve_at_once(some, session.holder)
-                reserved += more
-                goes_on = len(more) == len(some)
-            await self._puts.reserve_rest(items, reserved, session.holder, until_s)
+            reserved = await batch.finish(until_s)
             if wipes:
                 await self._puts.wipe(reserved)
         except BaseException:  # its connection has ended: no client will receive these ranges
-            self._puts.take_back(reserved)
+            self._puts.take_back(batch.written)
             raise
         return _reserve_reply(reserved)
 
@@ -560,7 +537,7 @@ class NodeService:
     def stat(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
         """Return the facts of each chunk."""
         check_count(len(request.keys))
-        return StatReply([chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
+        return StatReply([_chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
 
     def eviction(self, peer: Peer, request: EvictionPolicy, attachment: memoryview) -> Answer:
         """Return the eviction policy, after switching to another if one is named."""
@@ -576,6 +553,32 @@ class NodeService:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
 
 
+def _chunk_info(chunks: NodeChunks, key: ChunkKey) -> ChunkInfo | None:
+    """Return the chunk, in memory or on the SSD; None if it is not here."""
+    chunk = chunks.find(key)
+    held = chunk or chunks.find_below(key)
+    if held is None:
+        return None
+    num_leases, age_s, num_hits = (
+        (0, 0.0, 0) if chunk is None else (chunk.num_leases, chunks.age_s(chunk), chunk.num_hits)
+    )
+    left_s = chunks.left_s(held)
+    return ChunkInfo(
+        "",
+        held.size_bytes,
+        held.version,
+        (),
+        held.checksums,
+        held.pin,
+        num_leases,
+        age_s,
+        num_hits,
+        held.tier,
+        held.replicas,
+        None if left_s is None else max(0.001, round(left_s, 3)),
+    )
+
+
 def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:
     return ReserveReply(
         [
@@ -589,19 +592,15 @@ def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:
     )
 
 
-def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
+def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[memoryview]:
     """Return the values concatenated in ``data``; raises InvalidRequest if the sizes do not add up."""
     check_count(len(items))
     if len(items) == 1 and items[0].size_bytes == len(data):
-        return [(items[0], data)]
-    cut: list[tuple[NewChunk, memoryview]] = []
-    position = 0
-    for new in items:
-        cut.append((new, data[position : position + new.size_bytes]))
-        position += new.size_bytes
-    if position != len(data):
-        raise InvalidRequest(f"the values' sizes add up to {position} bytes, {len(data)} came")
-    return cut
+        return [data]
+    ends = list(itertools.accumulate((new.size_bytes for new in items), initial=0))
+    if ends[-1] != len(data):
+        raise InvalidRequest(f"the values' sizes add up to {ends[-1]} bytes, but {len(data)} arrived")
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def session_of(peer: Peer) -> Session:

@@ -15,7 +15,7 @@ from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
-from tanghulu.store.node.rpc.service import STEP_ITEMS, NodeService
+from tanghulu.store.node.rpc.service import NodeService
 from tanghulu.store.node.rpc.sessions import Session
 from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.tier import SsdPlace, SsdTier, open_tier
@@ -23,7 +23,7 @@ from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, encode_head
-from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.node.writes.puts import STEP_ITEMS, PutService
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, compute
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, PutReply, UnpinRequest
 from tanghulu.transfer_engine.core.access import AccessTable
