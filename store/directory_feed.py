@@ -208,8 +208,7 @@ class _Feed:
 
     async def _ask(self, address: Address) -> MastersReply:
         """Return the master's view of all masters."""
-        known = self._ranges.map
-        request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
+        request = MastersRequest.newer_than(self._ranges.map)
         connection = await self._connect(address)
         try:
             return (await connection.call(MASTERS.number, request, MASTERS.reply, deadline_s=ATTEMPT_S)).message

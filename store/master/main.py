@@ -23,9 +23,8 @@ from tanghulu.runtime.master_options import PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
-from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
+from tanghulu.store.master.election.ownership import Duties, EtcdOwnership, Ownership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.ownership import Ownership
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer

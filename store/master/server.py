@@ -13,8 +13,8 @@ from tanghulu.discovery.base import Instance
 from tanghulu.errors import NotLeader
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.core import Master
+from tanghulu.store.master.election.ownership import Ownership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.ownership import Ownership
 from tanghulu.store.protocol.key_slots import NUM_RANGES, ranges_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term

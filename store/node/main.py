@@ -34,7 +34,6 @@ from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled
-from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.admin_service import AdminService
 from tanghulu.store.node.rpc.metrics import (
@@ -56,6 +55,7 @@ from tanghulu.store.node.state.node_state import NodeState, make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
+from tanghulu.store.node.writes.copier import Copier
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
 from tanghulu.store.protocol.announcements import Orders

@@ -430,6 +430,11 @@ class MastersRequest(FastMessage, frozen=True):
     known_version: U64 = 0
     known_cluster: U64 = 0
 
+    @classmethod
+    def newer_than(cls, known: RangeMap | None) -> MastersRequest:
+        """Request a map that replaces ``known``."""
+        return cls() if known is None else cls(known.version, known.cluster)
+
 
 #: Marks a range without an owner in ``MastersReply.owners``.
 VACANT = 255

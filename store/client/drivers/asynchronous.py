@@ -33,7 +33,6 @@ from tanghulu.store.client.drivers.connections import (
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.late_leases import LateLeases
-from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context, no_flush
 from tanghulu.store.client.logic.effects import (
@@ -56,7 +55,7 @@ from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import KeysRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferEngine
+from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -281,7 +280,7 @@ class AsyncioDriver:
             for peer, call in wanted.calls
         ]
         try:
-            errors = await move_async(self._engine, wanted.requests, deadline_s)
+            errors = await _move(self._engine, wanted.requests, deadline_s)
             answers = [await task for task in tasks]
         finally:
             for task in tasks:
@@ -424,3 +423,22 @@ class AsyncioDriver:
 
     def __repr__(self) -> str:
         return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
+
+
+async def _move(
+    engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s: float
+) -> list[TanghuluError | None]:
+    """Move the requests and return one outcome each; each moves at most twice."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + deadline_s
+    try:
+        await engine.transfer_async(requests, deadline_s)
+        return [None] * len(requests)
+    except TanghuluError as error:
+        if len(requests) == 1:
+            return [error]
+    try:
+        left_s = max(until_s - loop.time(), 0.0)
+        return list((await engine.submit(TransferBatch(requests)).wait_async(left_s)).errors)
+    except TanghuluError as error:
+        return [error] * len(requests)

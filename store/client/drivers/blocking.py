@@ -37,7 +37,6 @@ from tanghulu.store.client.drivers.connections import (
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.late_leases import LateLeases
-from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context, no_flush
 from tanghulu.store.client.logic.effects import (
@@ -59,7 +58,7 @@ from tanghulu.store.client.logic.messages import AnyCall, AnyReply
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferEngine
+from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -323,7 +322,7 @@ class BlockingDriver:
         try:
             for peer, call in wanted.calls:
                 begun.append(self._begin(peer, call, self._masters.limit_s(peer, wanted.within_s)))
-            errors = move(self._engine, wanted.requests, deadline_s)
+            errors = _move(self._engine, wanted.requests, deadline_s)
             answers = [self._answer(each) for each in begun]
         finally:
             for each in begun:
@@ -509,3 +508,19 @@ class BlockingDriver:
 
 def _left_s(until_s: float) -> float:
     return max(until_s - time.monotonic(), 0.0)
+
+
+def _move(engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
+    """Move the requests and return one outcome each; each moves at most twice."""
+    until_s = time.monotonic() + deadline_s
+    try:
+        engine.transfer(requests, deadline_s)
+        return [None] * len(requests)
+    except TanghuluError as error:
+        if len(requests) == 1:
+            return [error]
+    try:  # again, to find the failing ones: the same bytes to the same places
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return list(engine.submit(TransferBatch(requests)).wait(left_s).errors)
+    except TanghuluError as error:
+        return [error] * len(requests)

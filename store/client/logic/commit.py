@@ -17,6 +17,7 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.directory_client import refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
+from tanghulu.store.client.logic.key_owners import counts
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol import methods
@@ -107,10 +108,8 @@ class CommitCall:
 
     def _counts(self, peer: PeerId, positions: Sequence[int], answer: messages.AnyReply) -> bool:
         owners = self._masters.owners
-        if owners is None or peer == MASTER:
-            return owners is None and peer == MASTER
-        numbers = [owners.range_of(self._news[position].key) for position in positions]
-        return owners.believes(peer, numbers, answer.message.signature.term)
+        numbers = [] if owners is None else [owners.range_of(self._news[position].key) for position in positions]
+        return counts(owners, peer, numbers, answer.message.signature)
 
 
 def commit_by_client(

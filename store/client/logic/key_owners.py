@@ -45,7 +45,7 @@ from tanghulu.store.protocol.directory_messages import (
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of, range_of
 from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location, MastersReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import LeaseProofs, Term, TermFence
+from tanghulu.store.protocol.terms import LeaseProofs, Signature, Term, TermFence
 
 #: One master's answer for the keys, or ranges, at these positions of a call.
 Answer: TypeAlias = tuple[Sequence[int], Any]
@@ -85,6 +85,13 @@ class KeyOwners:
 
     def __repr__(self) -> str:
         return f"KeyOwners({self.map})"
+
+
+def counts(owners: KeyOwners | None, peer: PeerId, numbers: Iterable[int], signature: Signature) -> bool:
+    """Return whether an answer of ``peer`` counts for these ranges; ``owners`` None: the leader owns everything."""
+    if owners is None or peer == MASTER:
+        return owners is None and peer == MASTER
+    return owners.believes(peer, numbers, signature.term)
 
 
 class KnownMasters:
@@ -185,10 +192,8 @@ class SplitCall:
         return failure
 
     def _counts(self, peer: PeerId, positions: Sequence[int], outcome: Reply[Any], owners: KeyOwners | None) -> bool:
-        if owners is None or peer == MASTER:
-            return owners is None and peer == MASTER
-        numbers = {self._range(owners, position) for position in positions}
-        return owners.believes(peer, numbers, outcome.message.signature.term)
+        numbers = () if owners is None else {self._range(owners, position) for position in positions}
+        return counts(owners, peer, numbers, outcome.message.signature)
 
     def reply(self) -> Reply[Any]:
         """Return all answers joined into one."""

@@ -208,7 +208,7 @@ class Reporter:
     async def _newer_map(self) -> RangeMap | None:
         """Return a map that replaces the known one, if any connected master has one."""
         known, informant = self._reports.map, self._informant
-        request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
+        request = MastersRequest.newer_than(known)
         for conversation in sorted(self._all(), key=lambda each: each is not informant):
             try:
                 newer = await conversation.newer_map(request)

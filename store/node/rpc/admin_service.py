@@ -13,10 +13,9 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store.node.rpc.service import session_of
 from tanghulu.store.node.rpc.sessions import Session, after_drain
-from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.node.writes.puts import PutService, Verifier
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import check_count
 from tanghulu.store.protocol.messages import (

@@ -25,14 +25,13 @@ from tanghulu.rpc.versions import PROTOCOL_VERSION
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
-from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
-from tanghulu.store.node.writes.puts import STEP_ITEMS, PutBatch, PutOutcome, PutService, Written, remaining_s
+from tanghulu.store.node.writes.puts import STEP_ITEMS, PutBatch, PutOutcome, PutService, Verifier, Written, remaining_s
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.directory_messages import check_count

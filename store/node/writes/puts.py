@@ -19,6 +19,7 @@ from tanghulu.rpc.latency import Latencies
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
 from tanghulu.store.node.writes.incoming import IncomingValues
@@ -31,6 +32,8 @@ _log = structlog.get_logger(__name__)
 
 #: Bytes checksummed or wiped in one step of the event loop, over all calls: about a millisecond.
 STEP_BYTES = 4 << 20
+#: Bytes compared before other calls are served: some tenths of a millisecond.
+_SLICE_BYTES = 4 << 20
 #: Items or keys of a large call served in one step of the loop: about a millisecond.
 STEP_ITEMS = 256
 #: The outcome of one put: whether the key existed, or its error. An error kept as a value loses its
@@ -310,6 +313,39 @@ class PutBatch:
             self.written.append(self._puts.commit(chunk, self._news[place], visible=self._visible))
         else:
             self.written.append(reserved)
+
+
+class Verifier:
+    """The comparisons of one call's chunks with their checksums, a slice at a time: others are served in between."""
+
+    def __init__(self, chunks: NodeChunks, puts: PutService) -> None:
+        self._chunks = chunks
+        self._puts = puts
+        self._left_bytes = _SLICE_BYTES  # of this turn
+
+    async def drop_if_corrupt(self, chunk: Chunk) -> bool:
+        """Return whether the chunk was dropped because its bytes did not match."""
+        if await self.is_intact(chunk) or self._chunks.find(chunk.key) is not chunk:
+            return False
+        return not self._puts.verify(chunk)
+
+    async def is_intact(self, chunk: Chunk) -> bool:
+        """Return whether the chunk's bytes match; True for one that is dropped meanwhile."""
+        if not chunk.checksums.parts:
+            return True
+        running = sums.RunningChecksums(chunk.size_bytes, chunk.checksums.part_bytes)
+        position = 0
+        while position < chunk.size_bytes:
+            if self._left_bytes <= 0:
+                self._left_bytes = _SLICE_BYTES
+                await asyncio.sleep(0)
+                if self._chunks.find(chunk.key) is not chunk:
+                    return True
+            end = min(position + self._left_bytes, chunk.size_bytes)
+            running.add(self._puts.bytes_of(chunk)[position:end])
+            self._left_bytes -= end - position
+            position = end
+        return running.end().parts == chunk.checksums.parts
 
 
 def _wipe(piece: memoryview) -> None:

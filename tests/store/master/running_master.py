@@ -27,8 +27,8 @@ from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.election.ownership import Ownership
 from tanghulu.store.master.main import MasterConfig, serve
-from tanghulu.store.master.ownership import Ownership
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of

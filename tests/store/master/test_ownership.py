@@ -15,7 +15,7 @@ import pytest
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.errors import MasterUnavailable, NotLeader
-from tanghulu.store.master.election.assignment import assign
+from tanghulu.store.master.election.masters_view import assign
 from tanghulu.store.master.election.ownership import EtcdOwnership
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.terms import Renewals

@@ -6,13 +6,13 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
-from tanghulu.store.master.election.assignment import assign
 from tanghulu.store.master.election.masters_view import (
     LEADER,
     MASTERS,
     NODES,
     KeySeen,
     MastersView,
+    assign,
     range_name,
 )
 from tanghulu.store.master.election.range_election import (

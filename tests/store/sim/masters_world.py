@@ -16,8 +16,7 @@ from random import Random
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
-from tanghulu.store.master.election.assignment import assign
-from tanghulu.store.master.election.masters_view import LEADER, MASTERS, RANGE_NUMBERS, KeySeen, range_name
+from tanghulu.store.master.election.masters_view import LEADER, MASTERS, RANGE_NUMBERS, KeySeen, assign, range_name
 from tanghulu.store.master.election.range_election import (
     Announce,
     Apply,

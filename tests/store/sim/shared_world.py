@@ -31,8 +31,7 @@ from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election import ownership
-from tanghulu.store.master.election.assignment import assign
-from tanghulu.store.master.election.masters_view import RANGE_NUMBERS, range_name
+from tanghulu.store.master.election.masters_view import RANGE_NUMBERS, assign, range_name
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
