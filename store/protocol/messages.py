@@ -409,19 +409,19 @@ class ProveRequest(FastMessage, frozen=True):
 
 
 class ProveReply(FastMessage, frozen=True):
-    """The renewals of ``signature``, one of which was requested after this call arrived; ``asked_before`` were before.
+    """The renewals of ``signature``, of which one was requested after this call arrived, ``requested_before`` before.
 
     ``ttl_ms`` is the lifetime of the lease after a renewal. All is 0 from a master that was not elected.
     """
 
     signature: Signature = UNSIGNED
-    asked_before: U64 = 0
+    requested_before: U64 = 0
     ttl_ms: U32 = 0
 
     @property
     def renewals(self) -> Renewals:
         """The renewals that prove the lease at the time of the call."""
-        return Renewals(self.asked_before, Renewals.of(self.signature.renewals).confirmed)
+        return Renewals(self.requested_before, Renewals.of(self.signature.renewals).confirmed)
 
 
 class MastersRequest(FastMessage, frozen=True):

@@ -35,18 +35,18 @@ MAX_ANSWERS = 8
 
 
 class Renewals(NamedTuple):
-    """Renewals of a master's lease: the number ``asked`` of etcd, and the latest one ``confirmed`` by it.
+    """Renewals of a master's lease: the number ``requested`` of etcd, and the latest one ``confirmed`` by it.
 
     They travel as one number; 0, of a master that was not elected, carries no information.
     """
 
-    asked: int = 0
+    requested: int = 0
     confirmed: int = 0
 
     @property
     def packed(self) -> int:
         """Both as one number of 64 bits."""
-        return self.asked << 32 | self.confirmed
+        return self.requested << 32 | self.confirmed
 
     @classmethod
     def of(cls, packed: int) -> Renewals:
@@ -96,15 +96,15 @@ class LeaseProofs:
     term now has led it all the time, so an answer that came before its proof is proven by it. Confirmation of any
     renewal is not enough: it may have been in flight when the call was sent, in the socket of the stopped machine.
 
-    Example with ttl 3 s: a call of 10.0 s is answered "asked 41, confirmed 41", one of 10.6 s "asked 42, confirmed 42":
-    answers are believed until 10.0 + 3 - 0.3 = 12.7 s. Safe to use from several threads.
+    Example with ttl 3 s: a call of 10.0 s is answered "requested 41, confirmed 41", one of 10.6 s "requested 42,
+    confirmed 42": answers are accepted until 10.0 + 3 - 0.3 = 12.7 s. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
         self._term = NO_TERM
         self._ttl_s = 0.0
         self._proven = NO_TERM, float("-inf")  # term and end; replaced in one step
-        self._answers: list[tuple[int, float]] = []  # (renewals asked, time of the call), both growing
+        self._answers: list[tuple[int, float]] = []  # (renewals requested, time of the call), both growing
         self._last = Renewals()
         self._packed = 0  # the same, of a reply
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class LeaseProofs:
                     return
                 self._term, self._ttl_s, self._last, self._answers = term, 0.0, Renewals(), []
                 self._proven = term, float("-inf")
-            self._note(renewals.asked, sent_s)
+            self._note(renewals.requested, sent_s)
             if renewals != self._last or ttl_s:  # otherwise nothing is new, as between two renewals
                 self._ttl_s, self._last = ttl_s or self._ttl_s, renewals
                 self._prove(sent_s, renewals)
@@ -136,20 +136,20 @@ class LeaseProofs:
         self._packed = renewals
 
     def _prove(self, sent_s: float, renewals: Renewals) -> None:
-        proven = [at_s for asked, at_s in self._answers if asked < renewals.confirmed]
-        if renewals.asked < renewals.confirmed:  # of an answer given after a renewal of its own
+        proven = [at_s for requested, at_s in self._answers if requested < renewals.confirmed]
+        if renewals.requested < renewals.confirmed:  # of an answer given after a renewal of its own
             proven.append(sent_s)
         if proven and self._ttl_s:
             self._proven = self._term, max(self._proven[1], max(proven) + self._ttl_s - MARGIN_S)
             self._answers = [answer for answer in self._answers if answer[0] >= renewals.confirmed]
 
-    def _note(self, asked: int, sent_s: float) -> None:
+    def _note(self, requested: int, sent_s: float) -> None:
         answers = self._answers
-        if answers and asked == answers[-1][0]:
+        if answers and requested == answers[-1][0]:
             if sent_s > answers[-1][1]:
-                answers[-1] = (asked, sent_s)
-        elif not answers or (asked > answers[-1][0] and sent_s > answers[-1][1]):
-            answers.append((asked, sent_s))
+                answers[-1] = (requested, sent_s)
+        elif not answers or (requested > answers[-1][0] and sent_s > answers[-1][1]):
+            answers.append((requested, sent_s))
             del answers[:-MAX_ANSWERS]
 
     def accepts(self, signature: Signature, now_s: float) -> bool:

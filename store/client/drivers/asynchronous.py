@@ -285,8 +285,8 @@ class AsyncioDriver:
         finally:
             for task in tasks:
                 task.cancel()
-        believed = self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s)
-        return errors, await self._drive(believed)
+        accepted = self._masters.accepted(wanted.calls, answers, sent_s, sent_s + wanted.within_s)
+        return errors, await self._drive(accepted)
 
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for position, (peer, call) in enumerate(calls):

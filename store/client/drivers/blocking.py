@@ -327,7 +327,7 @@ class BlockingDriver:
         finally:
             for each in begun:
                 self._end(each)
-        return errors, self._drive(self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s))
+        return errors, self._drive(self._masters.accepted(wanted.calls, answers, sent_s, sent_s + wanted.within_s))
 
     def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Begun:
         """Send ``call`` without waiting for its answer; end with ``_end``."""

@@ -113,7 +113,7 @@ def _open_buffer(
 ) -> Logic[tuple[BufferWriter, int] | None]:
     """Request a write buffer from ``node`` if that pays now; return it and the value's position in it."""
     buffers, now_s = context.write_buffers, context.clock.now_s()
-    if not buffers.may_ask(node, size_bytes, now_s, often=often):
+    if not buffers.may_request(node, size_bytes, now_s, often=often):
         return None
     (answer,) = yield CallPeers(((node, methods.OPEN_BUFFER.call(OpenBufferRequest(size_bytes))),))
     given = None if isinstance(answer, TanghuluError) else answer.message.place

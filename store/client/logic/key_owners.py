@@ -76,7 +76,7 @@ class KeyOwners:
         """Return the term that a master must know to accept a commit of ``key``."""
         return Term(self.map.term_of(self.range_of(key)), self.map.cluster)
 
-    def believes(self, peer: PeerId, numbers: Iterable[int], term: Term) -> bool:
+    def accepts(self, peer: PeerId, numbers: Iterable[int], term: Term) -> bool:
         """Return whether an answer of ``peer``, which knew the map of ``term``, counts for these ranges."""
         known = self.map
         return term.cluster == known.cluster and all(
@@ -91,7 +91,7 @@ def counts(owners: KeyOwners | None, peer: PeerId, numbers: Iterable[int], signa
     """Return whether an answer of ``peer`` counts for these ranges; ``owners`` None: the leader owns everything."""
     if owners is None or peer == MASTER:
         return owners is None and peer == MASTER
-    return owners.believes(peer, numbers, signature.term)
+    return owners.accepts(peer, numbers, signature.term)
 
 
 class KnownMasters:

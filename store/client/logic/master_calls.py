@@ -64,7 +64,7 @@ class MasterCalls:
         may_be_stale = waits and not finder.several  # a master that restarted has closed its old connections
         attempt_s = min(left_s, ATTEMPT_S) if finder.several else left_s
         while True:
-            asked = finder.current
+            tried = finder.current
             (outcome,) = yield from self._exchange(calls, attempt_s)
             if not isinstance(outcome, MasterUnavailable | NodeUnavailable | DeadlineExceeded):
                 return outcome
@@ -74,7 +74,7 @@ class MasterCalls:
                 continue
             failure = master_failure(finder.masters, outcome, now_s - began_s)
             seeking = seeking or Seeking(finder, began_s, left_s, waits=waits)
-            pause_s = seeking.pause_s(asked, failure, now_s)
+            pause_s = seeking.pause_s(tried, failure, now_s)
             if pause_s is None:
                 return failure
             yield Sleep(pause_s)
@@ -85,9 +85,9 @@ class MasterCalls:
     ) -> Logic[list[Reply[Any] | TanghuluError]]:
         sent_s = self._now_s()
         outcomes = yield CallPeers(calls, left_s)
-        return (yield from self.believed(calls, outcomes, sent_s, sent_s + left_s))
+        return (yield from self.accepted(calls, outcomes, sent_s, sent_s + left_s))
 
-    def believed(
+    def accepted(
         self,
         calls: Sequence[tuple[PeerId, Call[Any]]],
         outcomes: list[Reply[Any] | TanghuluError],
@@ -96,7 +96,7 @@ class MasterCalls:
     ) -> Logic[list[Reply[Any] | TanghuluError]]:
         """Return the acceptable ``outcomes`` of ``calls`` sent at ``sent_s``; NotLeader replaces the others."""
         for place, (peer, _) in enumerate(calls):
-            outcome = outcomes[place] = obeyed(self._context, outcomes[place], sent_s, peer)
+            outcome = outcomes[place] = admitted(self._context, outcomes[place], sent_s, peer)
             if isinstance(outcome, TanghuluError):
                 continue
             signature: Signature = outcome.message.signature
@@ -125,13 +125,13 @@ def master_failure(master: Masters | Address, error: TanghuluError, waited_s: fl
     return error
 
 
-def obeyed(
+def admitted(
     context: Context, outcome: Reply[Any] | TanghuluError, sent_s: float = float("-inf"), peer: PeerId = MASTER
 ) -> Reply[Any] | TanghuluError:
     """Return a master's answer, or NotLeader if a leader of a later term is known here or to a mapped node.
 
     ``sent_s``: time of the call, for ``LeaseProofs``. Only the caller can decide whether an owner still owns the keys
-    of its answer (see ``KeyOwners.believes``).
+    of its answer (see ``KeyOwners.accepts``).
     """
     if isinstance(outcome, TanghuluError) or not outcome.message.signature.term.number:
         return outcome  # one that was not elected: there is no other

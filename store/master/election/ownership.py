@@ -81,14 +81,14 @@ class Duties:
 class ProofWaiters:
     """Callers waiting until etcd has confirmed a renewal requested after their call; one renewal serves all.
 
-    ``num_asked`` and ``num_confirmed`` count the renewals of the lease; ``renew`` requests one.
+    ``num_requested`` and ``num_confirmed`` count the renewals of the lease; ``renew`` requests one.
     """
 
     def __init__(
-        self, renew: Callable[[], None], num_asked: Callable[[], int], num_confirmed: Callable[[], int]
+        self, renew: Callable[[], None], num_requested: Callable[[], int], num_confirmed: Callable[[], int]
     ) -> None:
         self._renew = renew
-        self._num_asked = num_asked
+        self._num_asked = num_requested
         self._num_confirmed = num_confirmed
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # for a renewal behind that number
         self._is_renewing = False
@@ -205,7 +205,7 @@ class EtcdOwnership(Ownership):
         self._calls: set[asyncio.Task[None]] = set()
         self._proofs = ProofWaiters(
             lambda: self._perform(self.election.renew(self._clock.now_s())),
-            lambda: self.election.num_asked,
+            lambda: self.election.num_requested,
             lambda: self.election.num_confirmed,
         )
 
@@ -280,9 +280,9 @@ class EtcdOwnership(Ownership):
         One renewal serves all waiters. Raises NotLeader if this master owns no range then.
         """
         self._require_any()
-        asked_before = await self._proofs.wait()
+        requested_before = await self._proofs.wait()
         self._require_any()
-        return ProveReply(self.signature, asked_before, round(self._ttl_s * 1000))
+        return ProveReply(self.signature, requested_before, round(self._ttl_s * 1000))
 
     def _require_any(self) -> None:
         if not self.owned:

@@ -177,7 +177,7 @@ class MasterConversation:
         """Return whether the master knows the terms of its ranges; an old leader's have ended."""
         known = self._state.reports.map
         if known is None:
-            return self._state.obeys(reply.signature.term)
+            return self._state.admits(reply.signature.term)
         newest = max(map(known.term_of, self.outbox.ranges), default=0)
         term = reply.signature.term
         return term.cluster == known.cluster and (self.owner is None or newest <= term.number)

@@ -239,7 +239,7 @@ class Reporter:
     def _failed(self, conversation: MasterConversation, error: TanghuluError) -> None:
         """Handle a failed connection, or a master that owns other ranges than the map states."""
         if isinstance(error, KeysMoved):
-            self._ask_for_map_of(conversation)
+            self._request_map_of(conversation)
             return
         self.connected.clear()
         if conversation.owner is not None:
@@ -249,7 +249,7 @@ class Reporter:
         elif conversation.master is not None:
             self._masters.failed(conversation.master, error)
 
-    def _ask_for_map_of(self, conversation: MasterConversation) -> None:
+    def _request_map_of(self, conversation: MasterConversation) -> None:
         self._informant = conversation
         self._map_wanted.set()
 
@@ -313,7 +313,7 @@ class Reporter:
         """Begin the reports requested by the master, and request the map if the master uses another."""
         known, outbox = self._reports.map, conversation.outbox
         if known is not None and reply.map_version > known.version:
-            self._ask_for_map_of(conversation)
+            self._request_map_of(conversation)
         if reply.report_wanted and message.report_id:
             outbox.want_whole_report()
         outbox.want_report([each.number for each in reply.ranges if each.wanted])

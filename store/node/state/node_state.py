@@ -184,12 +184,12 @@ class NodeState:
 
     # --- puts: commit or abort
 
-    def obeys(self, term: Term) -> bool:
+    def admits(self, term: Term) -> bool:
         """Return whether to obey the master of that answer; clients learn the newest term from the index."""
         newest = self._fence.newest
         admitted = self._fence.admits(term)
         if self._fence.newest != newest:
-            self._published.tell_term(self._fence.newest)
+            self._published.publish_term(self._fence.newest)
         return admitted
 
     @property
@@ -199,7 +199,7 @@ class NodeState:
 
     def take_map(self, known: RangeMap) -> None:
         """Use the map ``known`` from now on; clients learn from the index that a range may have another owner."""
-        self._published.tell_term(Term(max(known.terms), known.cluster))
+        self._published.publish_term(Term(max(known.terms), known.cluster))
         self.reports.take_map(known)
 
     def is_commit_valid(self, chunk: Chunk, generation: int, term: Term = NO_TERM) -> bool:

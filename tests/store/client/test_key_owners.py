@@ -14,7 +14,7 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
-from tanghulu.store.client.logic.master_calls import obeyed
+from tanghulu.store.client.logic.master_calls import admitted
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import (
@@ -218,7 +218,7 @@ def test_each_owner_proves_its_own_lease() -> None:
         return context.masters.proofs_of(peer).accepts(signature, clock.now_s())
 
     for peer in (PEER_A, PEER_B):
-        assert obeyed(context, reply, 0.0, peer) is reply
+        assert admitted(context, reply, 0.0, peer) is reply
         assert not is_accepted(peer)
     proof = ProveReply(Signature(Term(42, 7), Renewals(6, 6).packed), 5, 2000)
     context.masters.proofs_of(PEER_A).record(proof.signature.term, 0.0, proof.renewals, proof.ttl_ms / 1000)

@@ -45,7 +45,7 @@ client = tanghulu.connect(sys.argv[1], deadline_s=60)
 client.put("before", bytes(4096))
 before(*{
     "reserved": (put, "transfer_all"),  # the node has made room
-    "asked": (blocking, "move"),  # the master has been asked
+    "asked": (blocking, "_move"),  # the master has been asked
     "moved": (FastConnection, "end", 2),  # all bytes are there; the first answer is the node's
     "accepted": (carriers, "_commit_at_nodes"),  # the master's answer, too
 }[sys.argv[2]])

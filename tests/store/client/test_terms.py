@@ -22,7 +22,7 @@ from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic import operations
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.logic.master_calls import obeyed
+from tanghulu.store.client.logic.master_calls import admitted
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutItem
 from tanghulu.store.master.core import Master
@@ -261,9 +261,9 @@ async def test_calls_that_wait_for_a_proof_share_renewals_and_end_when_the_maste
     await asyncio.sleep(0)
     late = [asyncio.ensure_future(master.ownership.prove()) for _ in range(20)]
     gate.set()
-    asked_before = [proof.asked_before for proof in await asyncio.gather(*calls, *late)]
-    assert asked_before == sorted(asked_before)
-    assert asked_before[0] == 1, "the grant of the lease"
+    requested_before = [proof.requested_before for proof in await asyncio.gather(*calls, *late)]
+    assert requested_before == sorted(requested_before)
+    assert requested_before[0] == 1, "the grant of the lease"
     assert asked <= 4, "each renewal serves all who came before it was asked for"
     master.etcd.has_lease = False
     for failed in await asyncio.gather(*(master.ownership.prove() for _ in range(3)), return_exceptions=True):
@@ -289,7 +289,7 @@ OF_OLD = Reply(LocateReply(False, (None,), b"", Signature(Term(7, ETCD))), memor
 def test_the_answers_of_nodes_tell_the_newest_term(operation: str) -> None:
     fake = FakeCluster("a")
     fake.values["a"]["k"], fake.directory["k"] = b"right", ["a"]
-    assert obeyed(fake.context, OF_OLD) is OF_OLD
+    assert admitted(fake.context, OF_OLD) is OF_OLD
     fake.term = Term(9, ETCD)
     logic = (
         operations.get(fake.context, fake.deadline, "k")
@@ -297,7 +297,7 @@ def test_the_answers_of_nodes_tell_the_newest_term(operation: str) -> None:
         else operations.put(fake.context, fake.deadline, PutItem("n", b"v"), OK)
     )
     fake.run(logic)
-    assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
+    assert isinstance(admitted(fake.context, OF_OLD), NotLeader)
 
 
 def test_the_memory_of_nodes_of_this_host_tells_the_newest_term() -> None:
@@ -307,12 +307,12 @@ def test_the_memory_of_nodes_of_this_host_tells_the_newest_term() -> None:
     fake = FakeCluster("a")
     link: Any = None
     fake.context.mapped[PeerId("a")] = MappedNode(link, reader, 7)
-    assert obeyed(fake.context, OF_OLD) is OF_OLD
+    assert admitted(fake.context, OF_OLD) is OF_OLD
     for term in (Term(9, ETCD), Term(3, ETCD + 1), Term(8, ETCD)):
-        writer.tell_term(term)
+        writer.publish_term(term)
         assert reader.term == term
-    writer.tell_term(Term(9, ETCD))
-    assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
+    writer.publish_term(Term(9, ETCD))
+    assert isinstance(admitted(fake.context, OF_OLD), NotLeader)
 
 
 def test_a_node_tells_readers_of_its_memory_whom_it_obeys() -> None:
@@ -324,8 +324,8 @@ def test_a_node_tells_readers_of_its_memory_whom_it_obeys() -> None:
     )
     reader = IndexReader(memory, memory, IndexPlace(0, 64, 1))
     assert reader.term == NO_TERM
-    assert state.obeys(Term(9, ETCD))
-    assert not state.obeys(Term(7, ETCD))
+    assert state.admits(Term(9, ETCD))
+    assert not state.admits(Term(7, ETCD))
     assert reader.term == Term(9, ETCD)
 
 

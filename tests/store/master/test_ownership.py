@@ -116,7 +116,11 @@ async def test_the_lease_is_proven_by_a_renewal_behind_the_call() -> None:
         await until(lambda: shared(running, "a"))
         before = Renewals.of(ownership.signature.renewals).confirmed
         proofs = await asyncio.gather(*(ownership.prove() for _ in range(50)))
-        assert Renewals.of(ownership.signature.renewals).confirmed > max(each.asked_before for each in proofs) >= before
+        assert (
+            Renewals.of(ownership.signature.renewals).confirmed
+            > max(each.requested_before for each in proofs)
+            >= before
+        )
 
 
 async def test_owners_know_the_nodes_that_the_leader_lets_in() -> None:

@@ -59,12 +59,12 @@ async def test_a_committed_value_is_live_at_once_and_announced_with_the_next_mes
 async def test_what_a_deposed_master_has_accepted_is_announced_to_its_successor(
     rig: CommitRig, term: int, stands: bool
 ) -> None:
-    assert rig.state.obeys(Term(9, 77))
+    assert rig.state.admits(Term(9, 77))
     lease_id, chunk = rig.here("k")
     await rig.say(lease_id, term=Term(term, 77))
     assert chunk.state is (ChunkState.LIVE if stands else ChunkState.ANNOUNCING)
-    assert not rig.state.obeys(Term(7, 77))
-    assert rig.state.obeys(Term(9, 77)), "a client's word moves no node's fence"
+    assert not rig.state.admits(Term(7, 77))
+    assert rig.state.admits(Term(9, 77)), "a client's word moves no node's fence"
 
 
 @pytest.mark.parametrize(("told", "generation"), [(False, GENERATION), (True, 8)])

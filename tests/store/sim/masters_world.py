@@ -290,7 +290,7 @@ class MastersWorld:
 
         def handle() -> None:
             election = master.election
-            before = election.num_asked
+            before = election.num_requested
             master.proving.append((before, lambda: answer(before)))
             self.perform(master, election.renew(self.clock_s(master)))
 

@@ -159,18 +159,18 @@ class SharedWorld(World):
         self._stopped: set[str] = set()
 
     def run(self) -> Counter[str]:
-        world, believes = self, KeyOwners.believes
+        world, accepts = self, KeyOwners.accepts
 
         def checked(owners: KeyOwners, peer: Any, numbers: Iterable[int], term: Term) -> bool:
             numbers = list(numbers)
-            is_believed = believes(owners, peer, numbers, term)
+            is_believed = accepts(owners, peer, numbers, term)
             for number in numbers if is_believed else ():
                 owner = owners.map.owner_of(number)
                 if owner is not None and (owner, number, term.number) in world.false_answers:
                     world.fail(AssertionError(f"{owner} was believed for range {number}, which it did not own"))
             return is_believed
 
-        with mock.patch.object(KeyOwners, "believes", checked), mock.patch.object(ownership, "_TICK_S", _LOOK_S):
+        with mock.patch.object(KeyOwners, "accepts", checked), mock.patch.object(ownership, "_TICK_S", _LOOK_S):
             return super().run()
 
     def clock_s(self) -> float:
