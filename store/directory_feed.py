@@ -195,7 +195,7 @@ class _Feed:
             elif not isinstance(answer, TanghuluError):
                 raise answer
         if not maps:
-            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} names the owners of keys")
+            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} reported the owners of the keys")
         return maps
 
     def _learn(self, address: Address, reply: MastersReply) -> None:

@@ -238,7 +238,7 @@ class BlockStore:
         if reason is None:
             breaker.succeeded()
         elif breaker.failed():
-            _log.warning("tanghulu: the store does not answer (%s); the store is left alone for a moment", reason)
+            _log.warning("tanghulu: the store does not answer (%s); skipping it for a moment", reason)
         return outcomes
 
     def _count(self, **amounts: int) -> None:
@@ -247,7 +247,7 @@ class BlockStore:
 
 
 def _not_tried(keys: Sequence[Any]) -> list[TanghuluError | None]:
-    error = ChunkNotFound("the store was not asked: it did not answer a moment ago, or there is no time left")
+    error = ChunkNotFound("the store was skipped: it did not answer a moment ago, or no time is left")
     return [error] * len(keys)
 
 

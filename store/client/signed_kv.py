@@ -141,7 +141,9 @@ class KvClient(Client):
                 outcomes[at] = arrival.size
             elif isinstance(outcome, int | InvalidRequest):
                 refused.append(at)
-                outcomes[at] = ChunkNotFound(f"what was stored as {keys[at]!r} is not this cluster's KV")
+                outcomes[at] = ChunkNotFound(
+                    f"the value stored as {keys[at]!r} was not signed by this cluster and has been removed"
+                )
         if refused:
             self._refuse(
                 [keys[at] for at in refused], [each for at in refused for each in arrivals[at].pieces], deadline_s

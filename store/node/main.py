@@ -109,7 +109,7 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
         if self.memory < 4096:
             raise ConfigError(f"--memory {self.memory} is less than one page")
         if (self.ssd_path is None) != (self.ssd_size == 0):
-            raise ConfigError("--ssd-path and --ssd-size come together: where, and how much")
+            raise ConfigError("give --ssd-path and --ssd-size together, or neither")
         if self.ssd_path is not None and self.ssd_size < MIN_SSD_BYTES:
             raise ConfigError(f"--ssd-size {format_size(self.ssd_size)} is less than {format_size(MIN_SSD_BYTES)}")
 

@@ -335,7 +335,9 @@ class MasterDiscovery:
                     link = self._links[address] = await self._connect(address, timeout_s)
                 return link
         except TimeoutError:
-            raise DeadlineExceeded(f"{self._peer} did not answer in time") from None
+            raise DeadlineExceeded(
+                f"{self._peer} did not answer within {timeout_s:.3g} s; is it running and reachable?"
+            ) from None
 
     async def _connect(self, address: Address, deadline_s: float) -> AsyncFastConnection:
         return await greeting.connect(address, self._finder.masters.credentials_for(address), MASTER, deadline_s)

@@ -65,7 +65,11 @@ class PutOp:
             return Status(self.new.key, False, len(self.placed))
         if self.existed:
             return Status(self.new.key, True, 1)
-        return Status(self.new.key, error=self.error or NodeUnavailable("no store node took the value"))
+        return Status(
+            self.new.key,
+            error=self.error
+            or NodeUnavailable("no store node accepted the value; check that nodes run and are not draining"),
+        )
 
 
 class CommitCall:

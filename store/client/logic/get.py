@@ -335,7 +335,7 @@ def _take_answer(
     context.masters.fence.admits(outcome.message.term)
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
-        _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
+        _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} sent an empty answer"))
     for op, answer in zip(ops, answers, strict=False):  # omitted keys are requested in the next round
         if isinstance(answer, TanghuluError):
             _holder_failed(context, op, node, answer)
@@ -520,4 +520,6 @@ def not_found(key: str) -> ChunkNotFound:
 
 def mismatch(key: str, node: PeerId, found: Found) -> ChecksumMismatch:
     """Build the ChecksumMismatch for bytes damaged on the way, or at their holder."""
-    return ChecksumMismatch(f"the {found.size_bytes} bytes of {key!r} that arrived from {node} are not what was put")
+    return ChecksumMismatch(
+        f"the {found.size_bytes} bytes of {key!r} from {node} do not match the checksums of the put"
+    )

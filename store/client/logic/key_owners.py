@@ -185,10 +185,12 @@ class SplitCall:
                 self._answers.append((positions, outcome.message))
                 done.update(positions)
             else:
-                failure = NotLeader(f"{peer or 'a master'} answered for keys that it does not own any more")
+                failure = NotLeader(f"{peer or 'a master'} answered for keys that it no longer owns; try again")
         self._open = [position for position in self._open if position not in done]
         if self._open and failure is None:
-            failure = MasterUnavailable("no master owns these keys now; a lost one is replaced when its lease is over")
+            failure = MasterUnavailable(
+                "no master owns these keys now; another takes over when the lease of a lost one expires"
+            )
         return failure
 
     def _counts(self, peer: PeerId, positions: Sequence[int], outcome: Reply[Any], owners: KeyOwners | None) -> bool:

@@ -86,7 +86,7 @@ def _put_op(context: Context, item: PutItem, options: PutOptions) -> PutOp:
         pieces, size = (), value.nbytes
     given = item.checksums
     if not isinstance(given, Checksums):
-        raise InvalidRequest(f"checksums are a Checksums, not {given!r:.80}")
+        raise InvalidRequest(f"checksums must be a Checksums, not {given!r:.80}")
     if given.parts:
         sums.validate(given, size)
     elif size <= MAX_INLINE_BYTES:
@@ -149,7 +149,7 @@ def get_many_into(
     """Return a size or an error for each key; ``proofs`` are of values that move, one for each key if given."""
     keys = as_keys(keys)
     if len(keys) != len(buffers):
-        raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
+        raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers; give one buffer for each key")
     ops = [_get_op(key, *_destination(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
     for op, proof in zip(ops, proofs, strict=False):
         op.proof = proof
@@ -195,7 +195,9 @@ def put_items(items: Items) -> list[PutItem]:
         elif isinstance(each, list | tuple) and 2 <= len(each) <= 3:
             found.append(PutItem(*each))
         else:
-            raise InvalidRequest(f"put_many() takes (key, value) pairs, PutItems, or a dict; {each!r:.80} is neither")
+            raise InvalidRequest(
+                f"put_many() takes (key, value) pairs, PutItems, or a dict; {each!r:.80} is none of them"
+            )
     return found
 
 
@@ -233,5 +235,5 @@ def writable(buffer: Any) -> Buffer:
     """Return ``buffer`` as a transfer's destination. Raises InvalidRequest if it is read-only or not contiguous."""
     named = buffer if isinstance(buffer, Buffer) else Buffer(buffer)
     if named.read_only:
-        raise InvalidRequest("the buffer to read into is read-only")
+        raise InvalidRequest("the buffer to read into is read-only; give a writable one")
     return named

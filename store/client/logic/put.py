@@ -205,7 +205,7 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
     known = directory_client.take_nodes(context, reply)
     if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
-        raise InvalidRequest(f"prefer_node={node!r}: no node is called that; there are: {names}")
+        raise InvalidRequest(f"prefer_node={node!r}: there is no such node; known nodes: {names}")
 
 
 def _too_large(new: NewChunk, largest: int) -> InvalidRequest:

@@ -60,11 +60,11 @@ def as_keys(keys: Sequence[str]) -> Sequence[str]:
     if isinstance(keys, list | tuple):
         return keys
     if isinstance(keys, str | bytes | bytearray | memoryview):
-        raise InvalidRequest(f"a list of keys is wanted, not the {type(keys).__name__} {keys!r}; write [{keys!r}]")
+        raise InvalidRequest(f"expected a list of keys, not the {type(keys).__name__} {keys!r}; write [{keys!r}]")
     try:
         return list(keys)
     except TypeError:
-        raise InvalidRequest(f"a list of keys is wanted, not {keys!r}") from None
+        raise InvalidRequest(f"expected a list of keys, not {keys!r}") from None
 
 
 def valid_keys(keys: Sequence[str]) -> Sequence[str]:
@@ -106,7 +106,9 @@ def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
             return found
         pause_s = backoff.pause_s()
         if patience.remaining_s() <= pause_s:
-            raise DirectoryIncomplete("the master is rebuilding its directory; it cannot say yet which keys exist")
+            raise DirectoryIncomplete(
+                "the master is rebuilding its directory and does not know all keys yet; try again in a few seconds"
+            )
         yield Sleep(pause_s)
 
 
@@ -280,11 +282,11 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
     Raises DirectoryIncomplete while a rebuilding master cannot list all keys.
     """
     if not text("pattern", pattern):
-        raise InvalidRequest("an empty pattern would remove every key; to remove every key, say '^'")
+        raise InvalidRequest("an empty pattern would remove every key; to remove them all, give '^'")
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+        raise InvalidRequest(f"{pattern!r} is not a regular expression: {error}") from None
     yield from _await_directory(context, deadline)
     listing = yield from list_keys(context, deadline)
     matching = [info.key for info in listing if wanted.search(info.key)]
@@ -301,7 +303,9 @@ def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
             return
         pause_s = backoff.pause_s()
         if patience.remaining_s() <= pause_s:
-            raise DirectoryIncomplete("the master is rebuilding its directory; it cannot list all keys yet")
+            raise DirectoryIncomplete(
+                "the master is rebuilding its directory and cannot list all keys yet; try again in a few seconds"
+            )
         yield Sleep(pause_s)
 
 
@@ -321,7 +325,9 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         if info is not None:
             return _located(info, key, nodes or (node,))
     if failure is None and incomplete:
-        failure = DirectoryIncomplete(f"the master is rebuilding its directory and no node has {key!r} yet")
+        failure = DirectoryIncomplete(
+            f"the master is rebuilding its directory and no node has {key!r} yet; try again in a few seconds"
+        )
     raise failure or ChunkNotFound(f"no live node holds {key!r}")
 
 
@@ -353,7 +359,7 @@ def call_node(context: Context, deadline: Deadline, node: str, call: messages.An
     if text("node", node) not in context.nodes.ids():
         known = yield from leaders_nodes(context, deadline)
         if all(view.id != node for view in known):
-            raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
+            raise InvalidRequest(f"there is no node {node!r}; known nodes: {', '.join(v.id for v in known) or 'none'}")
     (outcome,) = yield CallPeers([(PeerId(node), call)])
     if isinstance(outcome, TanghuluError):
         raise outcome

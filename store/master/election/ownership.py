@@ -259,7 +259,9 @@ class EtcdOwnership(Ownership):
                     while self.nodes.get(node.id) != node:  # noqa: ASYNC110 - the watch tells, within milliseconds
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
-                raise MasterUnavailable(f"etcd has admitted node {node.id} and not reported it yet") from None
+                raise MasterUnavailable(
+                    f"etcd has stored node {node.id} but not reported it back yet; register again"
+                ) from None
             self.require_lead()
             yield
 

@@ -229,8 +229,8 @@ class DirectoryCalls:
             raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
         if not nodes:
             raise StoreFull(
-                f"none of {directory.num_nodes} nodes takes a chunk of {format_size(request.size_bytes)}: "
-                "they are draining, smaller, or have not announced their capacity yet"
+                f"none of {directory.num_nodes} nodes accepts a chunk of {format_size(request.size_bytes)}: "
+                "each is draining, too small, or has not reported its capacity yet"
             )
         self._metrics.counts.placements += 1
         return PlaceReply([view_of(node, self._server.now_s) for node in nodes], self._server.ownership.signature)

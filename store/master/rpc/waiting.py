@@ -43,7 +43,7 @@ class WaitCalls:
         """Return whether there is something to wait for; ``answer`` is then called once."""
         self._server.require_owned(request.keys)
         if not request.keys:
-            raise InvalidRequest("WAIT names no key")
+            raise InvalidRequest("WAIT needs at least one key")
         keys = tuple(request.keys)
         held = self._server.master.directory.holds(keys)
         missing = [key for key, there in zip(keys, held, strict=True) if not there]

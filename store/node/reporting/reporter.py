@@ -157,7 +157,7 @@ class Reporter:
         masters = list(map(str, self._reports.owners)) or self._leader.master or self._masters.masters
         return MasterUnavailable(
             f"the master at {masters} did not answer this node before the deadline; "
-            "chunks that were put stay here and will be announced, removed ones are gone"
+            "stored chunks stay here and are reported later, removed ones are gone"
         )
 
     # --- the masters

@@ -133,7 +133,7 @@ class AdminService:
         session_of(peer)
         tenants = self._chunks.tenants
         if tenants is None:
-            raise InvalidRequest("this node knows no tenants; start it with --tokens")
+            raise InvalidRequest("this node has no tenants; start it with --tokens")
         return TenantsReply(tenants.usage())
 
     def verify(self, peer: Peer, request: VerifyRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:

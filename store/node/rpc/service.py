@@ -135,9 +135,9 @@ class NodeService:
     def hello(self, peer: Peer, request: NodeHello, attachment: memoryview) -> Answer:
         """Open or join the client's session."""
         if peer.state is not None:
-            raise InvalidRequest("HELLO comes once, in the first frame")
+            raise InvalidRequest("HELLO came twice; it must be the first call only")
         if not request.client_id:
-            raise InvalidRequest("this is a store node: here a client names itself in HELLO, at a master it does not")
+            raise InvalidRequest("this is a store node, and HELLO lacks a client id")
         who = peer.identity
         may_map = who is None or who.shared_memory
         shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
@@ -416,7 +416,9 @@ class NodeService:
         chunk = self._chunks.find(key)
         if chunk is None or not await verifier.drop_if_corrupt(chunk):
             return None
-        return ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
+        return ChecksumMismatch(
+            f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and have been dropped; try again"
+        )
 
     def _get(
         self, session: Session, keys: Sequence[str], max_inline_bytes: int, budget: int
@@ -606,5 +608,5 @@ def session_of(peer: Peer) -> Session:
     """Return the session of a connection; raises Unauthorized if it has none."""
     session = peer.state
     if not isinstance(session, Session):
-        raise Unauthorized("say HELLO first")
+        raise Unauthorized("the first call on a connection must be HELLO")
     return session

@@ -388,7 +388,7 @@ class NodeState:
         if existing is not None or not entry.held:
             self.chunks.abort_reservation(chunk)
             if existing is None:
-                raise ChunkNotFound(f"{chunk.key!r} was dropped on its way up")
+                raise ChunkNotFound(f"{chunk.key!r} was dropped while it was read from the SSD tier")
             return existing
         self.chunks.publish(chunk, ChunkEvent.COMMIT_UNSEEN)
         self.chunks.end_batch()

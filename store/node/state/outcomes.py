@@ -52,7 +52,7 @@ class WaitQueue:
     def join(self, waiter: Waiter) -> None:
         """Join the end; raises Overloaded if the queue is full."""
         if len(self._queue) >= MAX_WAITERS:
-            raise Overloaded(f"{MAX_WAITERS} puts wait for room already")
+            raise Overloaded(f"{MAX_WAITERS} puts wait for room already; try again")
         self._queue.append(waiter)
 
     def first(self) -> Waiter:

@@ -100,7 +100,7 @@ class Copier:
         if isinstance(outcome, TanghuluError):
             raise outcome
         if outcome:  # then it is announced already, or another version of the key is
-            raise TanghuluError("the key is here")
+            raise TanghuluError("this node holds the key already")
 
     def _failed(self, order: CopyOrder, error: TanghuluError) -> None:
         _log.info("copy.failed", key=order.key, source=order.source, code=error.code, error=error.message)

@@ -150,7 +150,7 @@ class PutService:
         """End a client's writing under ``lease_id``; ``commit`` the result. Raises LeaseExpired."""
         chunk = self._leases.chunk(lease_id)
         if chunk in self._unwiped:
-            raise LeaseExpired(f"reservation {lease_id} was not given to anybody yet")
+            raise LeaseExpired(f"reservation {lease_id} has not been granted yet; wait for the answer to RESERVE")
         return self._leases.end_writing(LeaseId(lease_id), session_id)
 
     async def compute_checksums(self, chunk: Chunk) -> Checksums:
@@ -355,5 +355,5 @@ def _wipe(piece: memoryview) -> None:
 def remaining_s(deadline_ms: int, default_s: float) -> float:
     """Return a request's deadline in seconds, at most ``default_s``; raises InvalidRequest if it is absurd."""
     if deadline_ms > 24 * 3600 * 1000:
-        raise InvalidRequest(f"a deadline of {deadline_ms} ms is longer than a day")
+        raise InvalidRequest(f"a deadline of {deadline_ms} ms is longer than a day; give a shorter one")
     return deadline_ms / 1000 if deadline_ms else default_s
