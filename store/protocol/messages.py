@@ -359,7 +359,10 @@ class LocateRequest(FastMessage, frozen=True):
 
 
 class Location(FastMessage, frozen=True):
-    """Holders of a key, the first ``num_warm`` of them in memory and the others on their SSD."""
+    """The live holders of a key, the first ``num_warm`` of them in memory and the others on their SSD.
+
+    Each group is in order of arrival.
+    """
 
     version: U64
     size_bytes: U64

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import structs
+
 from tanghulu.auth.certificate_roles import NODE, require_role
 from tanghulu.auth.places import Caller, Places
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull
@@ -13,16 +15,14 @@ from tanghulu.rpc.fast_server import MAX_CONNECTIONS, AnswerStream, FastService,
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.streams import send_all
-from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import PlacementRequest
-from tanghulu.store.master.directory.ranges import Announced
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.node_list import NodeList, view_of
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.announcements import AnnounceReply, CopyOrder, KnownRange, NodeAnnouncement, Orders
+from tanghulu.store.protocol.announcements import AnnounceReply, CopyOrder, NodeAnnouncement, Orders
 from tanghulu.store.protocol.directory_events import EventBatch, EventsRequest
 from tanghulu.store.protocol.directory_messages import (
     KeyInfo,
@@ -37,7 +37,7 @@ from tanghulu.store.protocol.directory_messages import (
     ReplicateRequest,
     check_count,
 )
-from tanghulu.store.protocol.key_slots import RANGE_SLOTS, bits_of, range_of
+from tanghulu.store.protocol.key_slots import bits_of, range_of
 from tanghulu.store.protocol.messages import (
     CommitKeysReply,
     CommitKeysRequest,
@@ -85,21 +85,16 @@ class DirectoryCalls:
         self._count_announced(request, answer)
         ownership = server.ownership
         is_mistaken = request.map_version and request.owned and request.owned != bits_of(ownership.owned)
-        return AnnounceReply(
-            answer.accepted,
-            answer.undecided,
-            answer.refused,
-            answer.report_wanted,
-            answer.report_keys,
-            self._known_ranges(answer.unreported),
-            ownership.map.version if is_mistaken else 0,
-            self._orders(request),
-            self._elsewhere(request) if request.tenants else None,
-            directory.num_nodes if request.tenants else 0,
-            ownership.signature,
+        return structs.replace(
+            answer,
+            map_version=ownership.map.version if is_mistaken else 0,
+            orders=self._orders(request),
+            elsewhere=self._elsewhere(request) if request.tenants else None,
+            num_nodes=directory.num_nodes if request.tenants else 0,
+            signature=ownership.signature,
         )
 
-    def _count_announced(self, request: NodeAnnouncement, answer: Announced) -> None:
+    def _count_announced(self, request: NodeAnnouncement, answer: AnnounceReply) -> None:
         counts = self._metrics.counts
         num_accepted = answer.accepted.count(True)
         counts.announcements += 1
@@ -133,13 +128,6 @@ class DirectoryCalls:
         known, owned = ownership.map, [number for number in ownership.owned if request.owned >> number & 1]
         if known.cluster == term.cluster and any(known.term_of(number) > term.number for number in owned):
             raise ownership.refusal()
-
-    def _known_ranges(self, unreported: Sequence[int]) -> Sequence[KnownRange]:
-        """Return the known slots of the ranges that are not completely known, or that a node has yet to report."""
-        known = self._master.directory.known_slots()
-        if not known and not unreported:
-            return ()
-        return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
 
     def _orders(self, request: NodeAnnouncement) -> Orders | None:
         """Return the node's work: copies and drops; the answer names the sources of the copies."""
@@ -194,7 +182,7 @@ class DirectoryCalls:
         self._count(len(keys), held.count(0))
         return held
 
-    def holders(self, keys: Sequence[str], *, removing: bool) -> list[FoundChunk | None]:
+    def holders(self, keys: Sequence[str], *, removing: bool) -> list[Location | None]:
         """Return the holders of these keys; ``removing``: see LocateRequest."""
         check_count(len(keys))
         directory = self._master.directory
@@ -215,8 +203,7 @@ class DirectoryCalls:
             return LocateReply(incomplete, (), held, self._server.ownership.signature)
         found = self.holders(request.keys, removing=request.removing)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
-        locations = [None if each is None else Location(*each) for each in found]
-        return LocateReply(incomplete, locations, b"", self._server.ownership.signature)
+        return LocateReply(incomplete, found, b"", self._server.ownership.signature)
 
     def _place(self, peer: Peer, request: PlaceRequest, attachment: memoryview) -> PlaceReply:
         """Return nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -233,7 +220,8 @@ class DirectoryCalls:
                 "each is draining, too small, or has not reported its capacity yet"
             )
         self._metrics.counts.placements += 1
-        return PlaceReply([view_of(node, self._server.now_s) for node in nodes], self._server.ownership.signature)
+        views = [view_of(directory, node, self._server.now_s) for node in nodes]
+        return PlaceReply(views, self._server.ownership.signature)
 
     def _nodes(self, peer: Peer, request: NodesRequest, attachment: memoryview) -> NodesReply | bytes:
         if request.ranges:
@@ -254,11 +242,7 @@ class DirectoryCalls:
         while more and len(keys) < limit:
             self._server.require_ranges(ranges)
             page = list_keys(self._master.directory, request.prefix, after, min(limit - len(keys), LIST_STEP_KEYS))
-            keys += [
-                KeyInfo(key, found.size_bytes, found.version, found.node_ids)
-                for key, found in page.keys
-                if not ranges or ranges >> range_of(key) & 1
-            ]
+            keys += [info for info in page.keys if not ranges or ranges >> range_of(info.key) & 1]
             more = page.more
             after = page.keys[-1].key if page.walked_to is None and page.keys else page.walked_to or ""
             await asyncio.sleep(0)
