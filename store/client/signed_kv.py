@@ -66,7 +66,7 @@ class KvSigner:
 
 
 class _Arrival:
-    """A signed value on its way into ``pieces`` and ``signature``; a ``Proof`` for the client's logic."""
+    """A signed value on its way into ``pieces`` and ``signature``; a ``ValueCheck`` for the client's logic."""
 
     def __init__(self, signer: KvSigner, key: str, pieces: Sequence[memoryview]) -> None:
         self._signer, self._key, self.pieces = signer, key, pieces
@@ -134,7 +134,7 @@ class KvClient(Client):
             for key, each in zip(keys, buffers, strict=True)
         ]
         whole = [[*_pieces(each), arrival.signature] for each, arrival in zip(buffers, arrivals, strict=True)]
-        outcomes = self._perform(deadline_s, operations.get_many_into, keys, whole, proofs=arrivals)
+        outcomes = self._perform(deadline_s, operations.get_many_into, keys, whole, value_checks=arrivals)
         refused = []
         for at, (arrival, outcome) in enumerate(zip(arrivals, outcomes, strict=True)):
             if outcome == arrival.size + SIGNATURE_BYTES and arrival.holds():

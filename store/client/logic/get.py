@@ -40,7 +40,7 @@ from tanghulu.store.client.logic.effects import (
     portions,
 )
 from tanghulu.store.client.logic.leases import LeasedMemory
-from tanghulu.store.client.logic.ranges import GetOp, Proof, too_small
+from tanghulu.store.client.logic.ranges import GetOp, ValueCheck, too_small
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Found, GetReply
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
@@ -86,7 +86,7 @@ class _Pinned:
 
     def matches(self) -> bool:
         """Return whether the received bytes match the checksums of the put."""
-        if self.op.proof is not None and self.op.proof.holds():
+        if self.op.value_check is not None and self.op.value_check.holds():
             return True
         if self.running is not None and self.running.complete:
             return sums.are_from(self.running.end(), self.found.checksums, self.begin)
@@ -460,9 +460,9 @@ def _requests(context: Context, each: _Pinned, link: NodeLink) -> list[TransferR
         buffers = [op.buffer]
     else:
         buffers = [Buffer(context.memory.take(length))]
-    digest: Proof | sums.RunningChecksums | None = op.proof
-    if op.proof is not None:
-        op.proof.begin()
+    digest: ValueCheck | sums.RunningChecksums | None = op.value_check
+    if op.value_check is not None:
+        op.value_check.begin()
     elif found.checksums.parts:
         digest = each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
     at, made, arrived = found.offset + each.begin, list[TransferRequest](), list[memoryview]()

@@ -144,15 +144,15 @@ def get_many_into(
     keys: Sequence[str],
     buffers: Sequence[Any],
     raise_errors: bool = False,
-    proofs: Sequence[ranges.Proof] = (),
+    value_checks: Sequence[ranges.ValueCheck] = (),
 ) -> Logic[list[int | TanghuluError]]:
-    """Return a size or an error for each key; ``proofs`` are of values that move, one for each key if given."""
+    """Return a size or an error for each key; ``value_checks`` are of values that move, one for each key if given."""
     keys = as_keys(keys)
     if len(keys) != len(buffers):
         raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers; give one buffer for each key")
     ops = [_get_op(key, *_destination(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
-    for op, proof in zip(ops, proofs, strict=False):
-        op.proof = proof
+    for op, value_check in zip(ops, value_checks, strict=False):
+        op.value_check = value_check
     yield from gets.fetch(context, deadline, ops)
     for op in ops:
         ranges.scatter_result(op)

@@ -32,7 +32,6 @@ from tanghulu.store.node.state.outcomes import (
     CommittedBy,
     Existed,
     Holder,
-    Outcome,
     Reserved,
     Waiter,
     WaitQueue,
@@ -86,16 +85,12 @@ class NodeState:
 
     # --- puts: reserve
 
-    def reserve(self, new: NewChunk, holder: Holder | None) -> Outcome:
-        """Return a range for ``new`` (RESERVED under a write lease), or that its key exists, or a place in the queue.
+    def reserve(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
+        """Return a range for ``new`` (RESERVED under a write lease), or that its key exists; None: it has to wait.
 
-        Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if too many
-        wait or the holder has too many leases.
+        Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if the
+        holder has too many leases.
         """
-        return self.reserve_at_once(new, holder) or self.wait_for_room(new, holder)
-
-    def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
-        """Do as ``reserve``, but return None instead of a place in the queue."""
         return self._admit(new, holder, may_pass=not len(self.waiters))
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
 
 from tanghulu.errors import Overloaded
 from tanghulu.store.node.state.chunk import Chunk
@@ -125,9 +124,6 @@ class Existed:
     """The key exists already: nothing to write."""
 
     chunk: Holding
-
-
-Outcome: TypeAlias = Reserved | Existed | Waiter
 
 
 @dataclass(frozen=True, slots=True)

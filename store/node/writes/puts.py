@@ -282,7 +282,7 @@ class PutBatch:
         self._lacks_room = False
         for new in self._news[len(self.written) : len(self.written) + STEP_ITEMS]:
             try:
-                outcome = self._puts.state.reserve_at_once(new, self._holder)
+                outcome = self._puts.state.reserve(new, self._holder)
                 if outcome is None:
                     self._lacks_room = True
                     break

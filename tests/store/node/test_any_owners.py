@@ -13,7 +13,7 @@ from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, range_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey
-from tests.store.node.rig import GENERATION, make_state, new, put
+from tests.store.node.rig import GENERATION, make_state, new, put, reserve_or_wait
 
 KEYS = [f"k{n}" for n in range(12)]
 NUMBERS = sorted({range_of(key) for key in KEYS})
@@ -203,7 +203,7 @@ def test_a_flush_waits_for_what_came_behind_the_message_under_way() -> None:
 def test_a_commit_at_an_owner_whose_term_is_over_is_not_valid() -> None:
     state = make_state()
     key = ChunkKey("k1")
-    reserved = state.reserve(new(key), None)
+    reserved = reserve_or_wait(state, new(key), None)
     assert isinstance(reserved, Reserved)
     chunk = reserved.chunk
     assert isinstance(chunk, Chunk)

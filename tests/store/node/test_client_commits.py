@@ -79,7 +79,7 @@ async def test_what_was_not_committed_for_this_run_waits_for_the_master(
 
 async def test_a_second_put_of_the_key_that_ends_first_wins_unless_the_master_has_chosen(rig: CommitRig) -> None:
     lease_id, mine = rig.here("k")
-    theirs = rig.state.reserve_at_once(new("k", version=2), None)
+    theirs = rig.state.reserve(new("k", version=2), None)
     assert isinstance(theirs, Reserved)
     rig.state.commit(theirs.chunk, SUM, CommittedBy.NODE)  # announced to the master, who has not answered
     rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)
