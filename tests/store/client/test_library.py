@@ -57,7 +57,7 @@ def test_a_single_key_is_no_list_of_keys(client: Client, keys: Any) -> None:
         lambda keys: client.evict(client.nodes()[0].id, keys),
     ]
     for call in calls:
-        with pytest.raises(InvalidRequest, match="a list of keys is wanted"):
+        with pytest.raises(InvalidRequest, match="expected a list of keys"):
             call(keys)
 
 
@@ -143,7 +143,7 @@ async def test_a_node_or_an_http_port_is_no_master(cluster: Cluster) -> None:
         for address in (cluster.nodes[0].address, f"{host}:{port}"):
             with pytest.raises(InvalidRequest, match=f"{address} is not a master"):
                 await asyncio.to_thread(tanghulu.connect, address)
-    with pytest.raises(InvalidRequest, match="give the master.s address"):
+    with pytest.raises(InvalidRequest, match="give the master's address"):
         await aio.connect(cluster.nodes[0].address)
 
 
