@@ -169,7 +169,7 @@ class _Feed:
         if known is None or not known.version:
             address = await self._finder.find()
             try:
-                self._learn(address, await self._ask(address))
+                self._learn(address, await self._masters_of(address))
             except TanghuluError as error:
                 self._finder.failed(address, error)
                 raise
@@ -180,14 +180,14 @@ class _Feed:
                 asked.add(await self._finder.find())
         else:
             asked.update(self._masters.addresses)
-        maps = await self._ask_all(asked)
+        maps = await self._masters_of_all(asked)
         if maps:
             self._learn(*max(maps, key=lambda each: each[1].version))
 
-    async def _ask_all(self, addresses: Iterable[Address]) -> list[tuple[Address, MastersReply]]:
+    async def _masters_of_all(self, addresses: Iterable[Address]) -> list[tuple[Address, MastersReply]]:
         """Return the answers of the masters that gave one; raises MasterUnavailable if none did."""
         asked = list(addresses)
-        answers = await asyncio.gather(*map(self._ask, asked), return_exceptions=True)
+        answers = await asyncio.gather(*map(self._masters_of, asked), return_exceptions=True)
         maps: list[tuple[Address, MastersReply]] = []
         for address, answer in zip(asked, answers, strict=True):
             if isinstance(answer, MastersReply):
@@ -195,7 +195,7 @@ class _Feed:
             elif not isinstance(answer, TanghuluError):
                 raise answer
         if not maps:
-            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} names the owners of keys")
+            raise MasterUnavailable(f"none of {', '.join(map(str, asked))} reported the owners of the keys")
         return maps
 
     def _learn(self, address: Address, reply: MastersReply) -> None:
@@ -206,10 +206,9 @@ class _Feed:
             self._ranges.take_map(reply.map, reply.key_scope)
             _log.info("directory_events.map", version=reply.version, owners=len(set(reply.addresses)))
 
-    async def _ask(self, address: Address) -> MastersReply:
+    async def _masters_of(self, address: Address) -> MastersReply:
         """Return the master's view of all masters."""
-        known = self._ranges.map
-        request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
+        request = MastersRequest.newer_than(self._ranges.map)
         connection = await self._connect(address)
         try:
             return (await connection.call(MASTERS.number, request, MASTERS.reply, deadline_s=ATTEMPT_S)).message

@@ -4,7 +4,7 @@
     store/client/client.py  Client: what differs by hand (connect, constructor, close, ``with``), and between two marks
                             the methods of AsyncClient without ``async`` and ``await``
 
-Both clients run the same logic (``store.client.logic.operations``), so their methods differ in nothing else.
+Both clients run the same logic (``store.client.logic``), so their methods differ in nothing else.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def master_cases(master: MasterDirectory, keys: Sequence[str], rng: random.Rando
     pids = (master.pid,)
 
     def commit() -> None:
-        reply = master.ask(methods.COMMIT_KEY.call(master.commits([key_of(rng)])[0]))
-        assert reply.commit_result is CommitResult.ACCEPTED
+        reply = master.ask(methods.COMMIT_KEYS.call(m.CommitKeysRequest(master.commits([key_of(rng)]))))
+        assert reply.results == [CommitResult.ACCEPTED]
 
     prefixes = drawn(keys, rng)
 
@@ -164,7 +164,7 @@ class SplitCalls:
             for number, part in self._parts(keys):
                 said = self._masters[number].commits([keys[each] for each in part])
                 calls.append((number, methods.COMMIT_KEYS.call(m.CommitKeysRequest(said))))
-        assert all(set(reply.message.commit_results) == {CommitResult.ACCEPTED} for reply in together(calls))
+        assert all(set(reply.message.results) == {CommitResult.ACCEPTED} for reply in together(calls))
 
     def confirm(self) -> None:
         """The nodes announce what was committed."""

@@ -62,7 +62,7 @@ async def fill(node: Node, first: int, num_keys: int) -> None:
         for number in range(start, min(start + _AT_ONCE, first + num_keys)):
             value = value_of(number)
             new = NewChunk(key_of(number), (now_ms << 16) + number, len(value), compute(value))
-            reserved = node.state.reserve_at_once(new, None)
+            reserved = node.state.reserve(new, None)
             assert isinstance(reserved, Reserved), "the memory of a node is too small for its keys"
             chunk = reserved.chunk
             view[chunk.offset : chunk.offset + len(value)] = value

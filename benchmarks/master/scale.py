@@ -241,9 +241,9 @@ class Bench:
             for number in numbers:
                 node, key = self.nodes[number % len(self.nodes)], _key(self.rng)
                 said = ClientCommit(node.instance.id, node.instance.generation, ChunkKey(key), number, CHUNK_BYTES)
-                reply = await self.ask(connection, methods.COMMIT_KEY, said)
-                if reply.commit_result is not CommitResult.ACCEPTED:
-                    raise SystemExit(f"the master did not accept a commit: {reply.commit_result}")
+                reply = await self.ask(connection, methods.COMMIT_KEYS, CommitKeysRequest([said]))
+                if reply.results != [CommitResult.ACCEPTED]:
+                    raise SystemExit(f"the master did not accept a commit: {reply.results}")
                 by_node[number % len(self.nodes)].append((key, number))
 
         async def committer_of_many(connection: AsyncFastConnection) -> None:
@@ -252,7 +252,7 @@ class Bench:
                 node, keys = self.nodes[index], [ChunkKey(_key(self.rng)) for _ in range(COMMIT_KEYS)]
                 said = [ClientCommit(node.instance.id, node.instance.generation, key, 1, CHUNK_BYTES) for key in keys]
                 reply = await self.ask(connection, methods.COMMIT_KEYS, CommitKeysRequest(said))
-                if reply.commit_results.count(CommitResult.ACCEPTED) < len(keys):
+                if reply.results.count(CommitResult.ACCEPTED) < len(keys):
                     raise SystemExit("the master did not accept all commits of a call")
                 by_node[index] += [(key, 1) for key in keys]
 

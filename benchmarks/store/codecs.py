@@ -85,13 +85,13 @@ def cases(seed: int) -> dict[str, Case]:
             lambda: encode(m.LocateReply(False, found=bytes([1]) * 1000)),
             lambda body: parser_of(m.LocateReply)(body).existence,
         ),
-        "COMMIT_KEY": (20000, lambda: encode(said[0]), parser_of(ClientCommit)),
-        "COMMIT_KEY, reply": (
+        "COMMIT_KEYS of 1": (20000, lambda: encode(m.CommitKeysRequest(said[:1])), parser_of(m.CommitKeysRequest)),
+        "COMMIT_KEYS, reply": (
             20000,
-            lambda: encode(m.CommitKeyReply(CommitResult.ACCEPTED)),
-            parser_of(m.CommitKeyReply),
+            lambda: encode(m.CommitKeysReply([CommitResult.ACCEPTED])),
+            parser_of(m.CommitKeysReply),
         ),
-        "COMMIT_KEY of 64": (500, lambda: encode(m.CommitKeysRequest(said)), parser_of(m.CommitKeysRequest)),
+        "COMMIT_KEYS of 64": (500, lambda: encode(m.CommitKeysRequest(said)), parser_of(m.CommitKeysRequest)),
     }
 
 

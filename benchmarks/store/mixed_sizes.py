@@ -88,7 +88,7 @@ def _full_node(num_chunks: int, size_bytes: int, num_tenants: int, rng: random.R
 def _put(state: NodeState, key: str, size_bytes: int, pin: Pin, steps_ms: list[float]) -> None:
     new = NewChunk(ChunkKey(key), 1, size_bytes, _SUM, pin, None)
     begun_s = time.thread_time()
-    outcome = state.reserve(new, None)
+    outcome = state.reserve(new, None) or state.wait_for_room(new, None)
     state.chunks.end_call()
     steps_ms.append((time.thread_time() - begun_s) * 1000)
     while not isinstance(outcome, Reserved):

@@ -219,7 +219,7 @@ class BlockStore:
         if reason is None:
             breaker.succeeded()
         elif breaker.failed():
-            _log.warning("tanghulu: the store does not answer (%s) and is not called for a moment", reason)
+            _log.warning("tanghulu: the store does not answer (%s); skipping it for a moment", reason)
         return outcomes
 
     def _count(self, **amounts: int) -> None:
@@ -228,7 +228,7 @@ class BlockStore:
 
 
 def _not_tried(keys: Sequence[Any]) -> list[TanghuluError | None]:
-    error = ChunkNotFound("the store was not called: it did not answer a moment ago, or the deadline has passed")
+    error = ChunkNotFound("the store was skipped: it did not answer a moment ago, or no time is left")
     return [error] * len(keys)
 
 

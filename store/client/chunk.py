@@ -67,7 +67,7 @@ class Chunk:
         """Return the bytes as a one-dimensional array of uint8, without a copy."""
         memory = self._memory
         if memory is None:
-            raise InvalidRequest(f"chunk {self.key!r} is closed; take what you need of it before that")
+            raise InvalidRequest(f"chunk {self.key!r} is closed; copy its bytes before you close it")
         if not isinstance(memory, np.ndarray):
             self._memory = memory = np.frombuffer(memory, np.uint8)
             memory.flags.writeable = False

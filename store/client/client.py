@@ -14,7 +14,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.drivers.blocking import BlockingDriver
-from tanghulu.store.client.logic.operations import Operations
+from tanghulu.store.client.logic import admin, operations, query
 from tanghulu.store.client.model import KeyInfo, MasterView, NodeView, PutItem, Status, TenantView, put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings, not_a_master
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
@@ -75,7 +75,6 @@ class Client:
 
     def __init__(self, settings: Settings) -> None:
         self._driver = BlockingDriver(settings)
-        self._do = Operations(self._driver.context, self._driver.flush)
         self._perform = self._driver.perform
 
     # --- generated from aio.py by tools/generate_client.py; do not edit
@@ -107,7 +106,7 @@ class Client:
         DeadlineExceeded.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
-        return self._perform(deadline_s, self._do.put, PutItem(key, value, checksums), options)
+        return self._perform(deadline_s, operations.put, PutItem(key, value, checksums), options)
 
     def put_many(
         self,
@@ -128,7 +127,7 @@ class Client:
         ended. Bad options raise InvalidRequest.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
-        return self._perform(deadline_s, self._do.put_many, items, options, raise_errors)
+        return self._perform(deadline_s, operations.put_many, items, options, raise_errors)
 
     def put_tensor(
         self,
@@ -148,7 +147,7 @@ class Client:
         short header and the elements, see ``tanghulu.store.client.tensors``.
         """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, 0)
-        return self._perform(deadline_s, self._do.put_tensor, key, tensor, options)
+        return self._perform(deadline_s, operations.put_tensor, key, tensor, options)
 
     # --- gets
 
@@ -158,7 +157,7 @@ class Client:
         Raises ChunkNotFound, NodeUnavailable, ChecksumMismatch, DirectoryIncomplete, MasterUnavailable,
         DeadlineExceeded.
         """
-        return self._perform(deadline_s, self._do.get, key)
+        return self._perform(deadline_s, operations.get, key)
 
     def get_range(self, key: str, offset: int, length: int | None = None, *, deadline_s: float | None = None) -> Chunk:
         """Return ``length`` bytes of the value from ``offset`` on (default: the rest); over shm without a copy.
@@ -166,7 +165,7 @@ class Client:
         If the chunk has several checksums (see ``part_bytes``), only the parts around the range are moved and verified;
         otherwise all of it. Raises as ``get``, and InvalidRequest for a range outside the value.
         """
-        return self._perform(deadline_s, self._do.get_range, key, offset, length)
+        return self._perform(deadline_s, operations.get, key, offset, length)
 
     def get_into(
         self, key: str, buffer: Any, *, offset: int = 0, length: int | None = None, deadline_s: float | None = None
@@ -176,7 +175,7 @@ class Client:
         A list of buffers is filled in order. ``offset`` and ``length`` select a part, see ``get_range``. Raises as
         ``get``, and InvalidRequest if the buffers are too small. After an error their contents are undefined.
         """
-        return self._perform(deadline_s, self._do.get_into, key, buffer, offset, length)
+        return self._perform(deadline_s, operations.get_into, key, buffer, offset, length)
 
     def get_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
@@ -187,7 +186,7 @@ class Client:
 
         ``raise_errors`` raises the first error instead, and closes the chunks that were found.
         """
-        return self._perform(deadline_s, self._do.get_many, keys, raise_errors)
+        return self._perform(deadline_s, operations.get_many, keys, raise_errors)
 
     def get_many_into(
         self,
@@ -202,29 +201,30 @@ class Client:
         A key's buffer may be a list of buffers, which are filled in order, as with ``get_into``. ``raise_errors``
         raises the first error instead.
         """
-        return self._perform(deadline_s, self._do.get_many_into, keys, buffers, raise_errors)
+        return self._perform(deadline_s, operations.get_many_into, keys, buffers, raise_errors)
 
     def get_tensor(self, key: str, *, shared: bool = False, deadline_s: float | None = None) -> torch.Tensor:
         """Return a tensor stored by ``put_tensor``, as the caller's own copy. ``shared=True`` as with ``Chunk.torch``.
 
         Raises as ``get``, and InvalidRequest for a value stored by another method.
         """
-        tensor: torch.Tensor = self._perform(deadline_s, self._do.get_tensor, key, shared)
+        tensor: torch.Tensor = self._perform(deadline_s, operations.get_tensor, key, shared)
         return tensor
 
     # --- questions
 
     def exists(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Return whether a live node holds the key; neither pins nor renews anything."""
-        return self._perform(deadline_s, self._do.exists, key)
+        (found,) = self._perform(deadline_s, query.exists, [key])
+        return found
 
     def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
         """Return the same for many keys in one call."""
-        return self._perform(deadline_s, self._do.exists_many, keys)
+        return self._perform(deadline_s, query.exists, keys)
 
     def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int:
         """Return the number of leading ``keys`` that exist, up to the first missing one."""
-        return self._perform(deadline_s, self._do.match_prefix, keys)
+        return self._perform(deadline_s, query.match_prefix, keys)
 
     def wait_for(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Wait until the key is stored, at most ``deadline_s``; return whether it is.
@@ -233,15 +233,16 @@ class Client:
         request is repeated. Raises MasterUnavailable if none answered until the deadline, Overloaded if too many
         callers wait there.
         """
-        return self._perform(deadline_s, self._do.wait_for, key)
+        (found,) = self._perform(deadline_s, query.wait_for, [key])
+        return found
 
     def wait_for_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
         """Wait until all of ``keys`` are stored, or the time is up; return for each whether it is."""
-        return self._perform(deadline_s, self._do.wait_for_many, keys)
+        return self._perform(deadline_s, query.wait_for, keys)
 
     def stat(self, key: str, *, deadline_s: float | None = None) -> ChunkInfo:
         """Return the store's description of a chunk; raises ChunkNotFound."""
-        return self._perform(deadline_s, self._do.stat, key)
+        return self._perform(deadline_s, query.stat, key)
 
     def list_keys(
         self, prefix: str = "", *, after: str = "", limit: int | None = None, deadline_s: float | None = None
@@ -251,26 +252,26 @@ class Client:
         To page through them, give the last key of a page as ``after`` of the next: keys added or removed meanwhile
         shift nothing. Raises MasterUnavailable.
         """
-        return self._perform(deadline_s, self._do.list_keys, prefix, limit, after)
+        return self._perform(deadline_s, query.list_keys, prefix, limit, after)
 
     def _meet(self) -> None:
         """Check that the master answers, and take its list of nodes."""
-        self._perform(None, self._do.meet)
+        self._perform(None, query.leaders_nodes)
 
     def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
         """Return all store nodes as listed by the master."""
-        return self._perform(deadline_s, self._do.nodes)
+        return self._perform(deadline_s, query.nodes)
 
     def masters(self, *, deadline_s: float | None = None) -> list[MasterView]:
         """Return the masters that own ranges of keys, with the keys known to each, unresponsive ones included."""
-        return self._perform(deadline_s, self._do.masters)
+        return self._perform(deadline_s, admin.masters)
 
     def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
         """Return the usage and activity of each tenant over all nodes; a tenant's token shows that tenant only.
 
         Raises InvalidRequest if the nodes have no tenants.
         """
-        return self._perform(deadline_s, self._do.tenants)
+        return self._perform(deadline_s, admin.tenants)
 
     # --- removal
 
@@ -279,14 +280,14 @@ class Client:
 
         A switch keeps all chunks; it lasts until the node restarts. Raises InvalidRequest for an unknown name or node.
         """
-        return self._perform(deadline_s, self._do.eviction_policy, node, name)
+        return self._perform(deadline_s, query.eviction_policy, node, name)
 
     def drain(self, node: str, draining: bool = True, *, deadline_s: float | None = None) -> None:
         """Have the node called ``node`` refuse new chunks and its chunks copied to others, or undo that.
 
         ``nodes()`` reports the progress: ``num_unsafe`` chunks are left, ``drained`` means that it may be stopped.
         """
-        self._perform(deadline_s, self._do.drain, node, draining)
+        self._perform(deadline_s, admin.drain, node, draining)
 
     def replicate(
         self, keys: Sequence[str], *, holders: int = 2, for_s: float = 60.0, deadline_s: float | None = None
@@ -296,13 +297,13 @@ class Client:
         The master has them copied in the background, within its bounds (four holders, a rate); unread copies are
         dropped afterwards. Returns the number of keys accepted: those that exist, up to the bound.
         """
-        return self._perform(deadline_s, self._do.replicate, keys, holders, for_s)
+        return self._perform(deadline_s, admin.replicate, keys, holders, for_s)
 
     def evict(
         self, node: str, keys: Sequence[str] = (), *, num_bytes: int = 0, deadline_s: float | None = None
     ) -> Evicted:
         """Evict ``keys`` on one node, and ``num_bytes`` more by its policy; chunks being read or pinned hard stay."""
-        return self._perform(deadline_s, self._do.evict, node, keys, num_bytes)
+        return self._perform(deadline_s, admin.evict, node, keys, num_bytes)
 
     def verify(
         self,
@@ -318,20 +319,20 @@ class Client:
         ``drop_corrupt`` drops those that do not match; ``report`` has the node report all its chunks to the master
         again.
         """
-        return self._perform(deadline_s, self._do.verify, node, after, drop_corrupt, report)
+        return self._perform(deadline_s, admin.verify, node, after, drop_corrupt, report)
 
     def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Drop the chunk everywhere, including copies in progress; return whether there was one.
 
         ``exists`` returns False once this has returned, until somebody puts the key again.
         """
-        return self._perform(deadline_s, self._do.remove, key)
+        return self._perform(deadline_s, query.remove, [key], True) == [True]
 
     def remove_many(
         self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
     ) -> list[bool | TanghuluError]:
         """Drop many chunks; return an outcome each. ``raise_errors`` raises the first error instead."""
-        return self._perform(deadline_s, self._do.remove_many, keys, raise_errors)
+        return self._perform(deadline_s, query.remove, keys, raise_errors)
 
     def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
         """Drop every chunk whose key matches the regular expression anywhere; return their number.
@@ -339,7 +340,7 @@ class Client:
         Waits while a rebuilding master cannot list all keys; raises DirectoryIncomplete if that takes too long, and
         InvalidRequest for an empty pattern: ``"^"`` matches every key.
         """
-        return self._perform(deadline_s, self._do.remove_matching, pattern)
+        return self._perform(deadline_s, query.remove_matching, pattern)
 
     # --- memory
 

@@ -76,7 +76,7 @@ def put_options(
     except TypeError:  # it cannot even be hashed
         raise InvalidRequest(
             f"replicas={replicas!r}, pin={pin!r}, ttl_s={ttl_s!r}, prefer_node={prefer_node!r}, "
-            f"part_bytes={part_bytes!r}: numbers and names are wanted"
+            f"part_bytes={part_bytes!r}: expected numbers and names"
         ) from None
 
 

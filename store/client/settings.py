@@ -93,10 +93,10 @@ class Settings:
         return "tcp" if copies and self.transport != "ucx" else self.transport
 
 
-def not_a_master(asked: Masters, error: TanghuluError) -> TanghuluError:
+def not_a_master(masters: Masters, error: TanghuluError) -> TanghuluError:
     """Return the error for a failed first call, a request to the master that every master answers."""
     if type(error) is not InvalidRequest:
         return error
     return InvalidRequest(
-        f"what listens at {asked} is no master (a store node, or an HTTP port?); connect to the master: {error.message}"
+        f"{masters} is not a master (a store node, or an HTTP port?): {error.message}; give the master's address"
     )

@@ -28,7 +28,9 @@ from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.store.client.client import Client
-from tanghulu.store.client.logic.operations import raise_first, readable
+from tanghulu.store.client.logic import operations
+from tanghulu.store.client.logic.operations import readable
+from tanghulu.store.client.logic.query import raise_first
 from tanghulu.store.client.model import PutItem, Status
 from tanghulu.store.client.settings import Settings
 
@@ -64,7 +66,7 @@ class KvSigner:
 
 
 class _Arrival:
-    """A signed value on its way into ``pieces`` and ``signature``; a ``Proof`` for the client's logic."""
+    """A signed value on its way into ``pieces`` and ``signature``; a ``ValueCheck`` for the client's logic."""
 
     def __init__(self, signer: KvSigner, key: str, pieces: Sequence[memoryview]) -> None:
         self._signer, self._key, self.pieces = signer, key, pieces
@@ -132,14 +134,16 @@ class KvClient(Client):
             for key, each in zip(keys, buffers, strict=True)
         ]
         whole = [[*_pieces(each), arrival.signature] for each, arrival in zip(buffers, arrivals, strict=True)]
-        outcomes = self._perform(deadline_s, self._do.get_many_into, keys, whole, proofs=arrivals)
+        outcomes = self._perform(deadline_s, operations.get_many_into, keys, whole, value_checks=arrivals)
         refused = []
         for at, (arrival, outcome) in enumerate(zip(arrivals, outcomes, strict=True)):
             if outcome == arrival.size + SIGNATURE_BYTES and arrival.holds():
                 outcomes[at] = arrival.size
             elif isinstance(outcome, int | InvalidRequest):
                 refused.append(at)
-                outcomes[at] = ChunkNotFound(f"what was stored as {keys[at]!r} is not this cluster's KV")
+                outcomes[at] = ChunkNotFound(
+                    f"the value stored as {keys[at]!r} was not signed by this cluster and has been removed"
+                )
         if refused:
             self._refuse(
                 [keys[at] for at in refused], [each for at in refused for each in arrivals[at].pieces], deadline_s

@@ -43,7 +43,9 @@ def from_array(array: npt.NDArray[np.uint8], dtype: torch.dtype | None, shape: t
             tensor = tensor.view(dtype)
         return tensor if shape is None else tensor.view(shape)
     except RuntimeError as error:
-        raise InvalidRequest(f"{array.size} bytes are no tensor of {dtype} with shape {shape}: {error}") from None
+        raise InvalidRequest(
+            f"{array.size} bytes do not form a tensor of {dtype} with shape {shape}: {error}"
+        ) from None
 
 
 def with_header(tensor: Any) -> list[Any]:
@@ -54,7 +56,7 @@ def with_header(tensor: Any) -> list[Any]:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidRequest(f"a {type(tensor).__name__} is no torch tensor; put() takes arrays and bytes")
+        raise InvalidRequest(f"a {type(tensor).__name__} is not a torch tensor; use put() for arrays and bytes")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidRequest(
             f"a {tensor.dtype} tensor of layout {tensor.layout} has no plain bytes; make it dense first"
@@ -76,14 +78,14 @@ def from_value(key: str, value: npt.NDArray[np.uint8], *, shared: bool) -> torch
 
     magic, header_bytes = _HEAD.unpack_from(value.data) if value.size >= _HEAD.size else (b"", 0)
     if magic != _MAGIC or not _HEAD.size < header_bytes <= min(value.size, MAX_HEADER_BYTES):
-        raise InvalidRequest(f"{key!r} was not put by put_tensor(): it does not say what tensor it is; get() it")
+        raise InvalidRequest(f"{key!r} was not stored by put_tensor(); read it with get()")
     try:
         described = json.loads(value[_HEAD.size : header_bytes].tobytes())
         dtype, shape = getattr(torch, described["dtype"]), tuple(map(int, described["shape"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequest(f"the tensor {key!r} has a header that cannot be read: {error}") from None
+        raise InvalidRequest(f"the header of tensor {key!r} is unreadable: {error}") from None
     if not isinstance(dtype, torch.dtype):
-        raise InvalidRequest(f"the tensor {key!r} is of dtype {described['dtype']!r}, which torch does not know here")
+        raise InvalidRequest(f"the tensor {key!r} is of dtype {described['dtype']!r}, which this torch lacks")
     if header_bytes == value.size:
         return torch.empty(shape, dtype=dtype)
     tensor = from_array(value[header_bytes:], dtype, shape)

@@ -21,8 +21,7 @@ from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.store.client.aio import AsyncClient
-from tanghulu.store.client.logic import context, directory_client, messages, query
-from tanghulu.store.client.logic.effects import Deadline, Logic
+from tanghulu.store.client.logic import query
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.types import validate_key
@@ -46,20 +45,11 @@ class GatewayClient(AsyncClient):
         """Return up to ``limit`` keys with ``prefix``, in order behind ``after``, and whether there are more."""
         if after:
             validate_key(after)
-        deadline = self._deadline(None)
-        return await self._run(_key_page(self._driver.context, deadline, prefix, after, limit), deadline)
+        return await self._perform(None, query.key_page, prefix, after, limit)
 
     async def nodes_now(self, deadline_s: float) -> list[NodeView]:
         """Return all store nodes from a master that answers now, without waiting for an absent one."""
-        deadline = self._deadline(deadline_s)
-        return await self._run(query.nodes(self._driver.context, deadline, waits=False), deadline)
-
-
-def _key_page(
-    memory: context.Context, deadline: Deadline, prefix: str, after: str, limit: int
-) -> Logic[tuple[list[KeyInfo], bool]]:
-    reply = yield from directory_client.call_owners(memory, deadline, messages.list_keys(prefix, after, limit))
-    return messages.key_page(reply)
+        return await self._perform(deadline_s, query.nodes, waits=False)
 
 
 @dataclass(slots=True)

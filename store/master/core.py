@@ -15,11 +15,11 @@ from random import Random
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.store.master.directory.events import EventRing
-from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent, NodesInEtcd
 from tanghulu.store.master.replication.orders import Copy
 from tanghulu.store.master.replication.planner import CopyPlanner
-from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
+from tanghulu.store.protocol.announcements import AnnounceReply, DropOrder, NodeAnnouncement
 from tanghulu.types import Role
 
 #: Bytes of changes of instances kept for watchers.
@@ -175,7 +175,7 @@ class Master:
         del self._connections[node_id]
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
-    def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
+    def announce(self, announcement: NodeAnnouncement, now_s: float) -> AnnounceReply:
         """Take a node's announcement (see RangeDirectories.announce), which proves that the node is alive.
 
         ``orders_for`` then has the node's orders.

@@ -23,9 +23,8 @@ from tanghulu.runtime.master_options import PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
-from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
+from tanghulu.store.master.election.ownership import Duties, EtcdOwnership, Ownership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
@@ -57,12 +56,12 @@ class MasterConfig(PortOptions, ProcessConfig):
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
         if self.copy_rate < 1:
-            raise ConfigError(f"--copy-rate {self.copy_rate} leaves no room for any copy")
+            raise ConfigError(f"--copy-rate {self.copy_rate} is too low for any copy; raise it")
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
 
 
-async def serve(process: Process, config: MasterConfig, ownership: RangeOwnership | None = None) -> None:
+async def serve(process: Process, config: MasterConfig, ownership: Ownership | None = None) -> None:
     """Serve Membership and Directory until the process is stopped. ``ownership`` None: of all ranges."""
     allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections)
     clock = SystemClock()
@@ -71,7 +70,7 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
     master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng, shares=shares)
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
-    server = MasterServer(master, clock, metrics, rng, ownership=ownership or OwnsAll())
+    server = MasterServer(master, clock, metrics, rng, ownership=ownership or Ownership())
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
@@ -81,10 +80,9 @@ async def serve(process: Process, config: MasterConfig, ownership: RangeOwnershi
         tokens.answer_at(address, Address(config.host, address.port))
     running: list[Coroutine[None, None, None]] = [server.run()]
     if config.etcd:
-        server.leadership = server.ownership = several = _ownership(process, config, address, server)
+        server.ownership = several = _ownership(process, config, address, server)
         running.append(several.run())
         metrics.observe_ownership(several)
-        metrics.observe_leadership(several)
     calls = DirectoryCalls(server)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)

@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.waiters import WaitBoard
 from tanghulu.store.master.election.ownership import EtcdOwnership
-from tanghulu.store.master.ownership import RangeOwnership
 from tanghulu.types import Role
 
 
@@ -137,16 +136,13 @@ class MasterMetrics:
         """Register a gauge of the number of calls waiting for keys; called once."""
         self._gauge("waiting_calls", "Calls that wait for keys to be stored.", lambda: len(board))
 
-    def observe_ownership(self, ownership: RangeOwnership) -> None:
-        """Register a gauge of the number of ranges owned by this master; called once."""
+    def observe_ownership(self, ownership: EtcdOwnership) -> None:
+        """Register gauges of the ranges owned by this one of several masters, and of its lead; called once."""
         self._gauge(
             "owned_ranges", "Ranges of keys, of 64, that this master answers for.", lambda: len(ownership.owned)
         )
-
-    def observe_leadership(self, leadership: EtcdOwnership) -> None:
-        """Register gauges of whether this one of several masters leads, and of its term; called once."""
-        self._gauge("leading", "1 while this master leads.", lambda: leadership.leads)
-        self._gauge("term", "The term that this master leads, or led last.", lambda: leadership.term)
+        self._gauge("leading", "1 while this master leads.", lambda: ownership.leads)
+        self._gauge("term", "The term that this master leads, or led last.", lambda: ownership.term)
 
     def _gauge(self, name: str, help: str, read: Callable[[], int | bool]) -> None:
         Gauge(f"tanghulu_master_{name}", help, registry=self._registry).set_function(lambda: float(read()))

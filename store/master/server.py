@@ -13,9 +13,8 @@ from tanghulu.discovery.base import Instance
 from tanghulu.errors import NotLeader
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.election.ownership import EtcdOwnership
+from tanghulu.store.master.election.ownership import Ownership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.ownership import OwnsAll, RangeOwnership
 from tanghulu.store.protocol.key_slots import NUM_RANGES, ranges_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
@@ -58,8 +57,7 @@ class MasterServer:
     clock: Clock
     metrics: MasterMetrics
     rng: Random
-    leadership: EtcdOwnership | None = None  # None: the only master
-    ownership: RangeOwnership = field(default_factory=OwnsAll)
+    ownership: Ownership = field(default_factory=Ownership)
     on_tick: list[Callable[[], None]] = field(default_factory=list)
     on_map: list[Callable[[], None]] = field(default_factory=list)  # called when ranges have changed hands
     _changed: Signal = field(default_factory=Signal)
@@ -70,11 +68,6 @@ class MasterServer:
     def now_s(self) -> float:
         """The time passed to every call of the master."""
         return self.clock.now_s()
-
-    def require_leadership(self) -> None:
-        """Raise NotLeader if this is one of several masters and does not lead."""
-        if self.leadership is not None:
-            self.leadership.require()
 
     def require_owned(self, keys: Iterable[str]) -> None:
         """Raise KeysMoved unless this master owns all of ``keys``, or NotLeader if another one owns everything."""
@@ -89,38 +82,21 @@ class MasterServer:
     def require_ranges(self, ranges: int) -> None:
         """Do as ``require_owned`` for ranges, a bit for each; 0 means all of them."""
         owned = self.ownership.owned
-        if not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
+        if len(owned) < NUM_RANGES and not all(n in owned for n in range(NUM_RANGES) if not ranges or ranges >> n & 1):
             raise self.ownership.refusal()
 
-    @property
-    def signature(self) -> tuple[int, int, int]:
-        """The end of every reply: term, the etcd that counts it, and the renewals of the lease.
-
-        The term of one of several owners is the latest version of the map that it knows.
-        """
-        ownership = self.ownership
-        if not ownership.shares:
-            return (0, 0, 0)
-        return (ownership.map.version, ownership.map.cluster, ownership.renewals.packed)
-
-    @property
-    def term(self) -> Term:
-        """The term in every reply."""
-        number, cluster, _ = self.signature
-        return Term(number, cluster)
-
-    def require_newest(self, number: int, cluster: int) -> None:
+    def require_newest(self, term: Term) -> None:
         """Raise NotLeader, or KeysMoved, if a caller knows a later term than this master.
 
         The caller's claim alone deposes no master.
         """
         known = self.ownership.map
-        if self.ownership.shares and cluster == known.cluster and number > known.version:
+        if term.cluster == known.cluster and term.number > known.version:
             raise self.ownership.refusal()
 
     def require_generation(self, generation: int) -> None:
         """Raise NotLeader unless the master still has its memories of ``generation``."""
-        self.require_leadership()
+        self.ownership.require_lead()
         if self.master.generation != generation:
             raise NotLeader.naming("")
 
@@ -181,8 +157,7 @@ class MasterServer:
         """Clean the directory of lost nodes' entries, in small steps, while everything else continues."""
         while True:
             await asyncio.sleep(TICK_S)
-            if self.leadership is not None and self.leadership.leads:
-                await self._forget_gone_nodes(self.leadership)
+            await self.ownership.keep_admitted(lambda ids: self.master.present_nodes(ids, self.now_s))
             while self.master.directory.sweep(SWEEP_KEYS):
                 self.changed()
                 await asyncio.sleep(0)
@@ -213,9 +188,3 @@ class MasterServer:
             for callback in self.on_tick:
                 callback()
             self.changed()
-
-    async def _forget_gone_nodes(self, leadership: EtcdOwnership) -> None:
-        """Remove departed nodes from the admitted ones."""
-        admitted = leadership.admitted
-        if admitted.ids - self.master.present_nodes(admitted.ids, self.now_s):
-            await admitted.keep(lambda: self.master.present_nodes(admitted.ids, self.now_s))

@@ -33,7 +33,6 @@ from tanghulu.runtime.limits import allow_descriptors, refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled
-from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.admin_service import AdminService
 from tanghulu.store.node.rpc.metrics import (
@@ -55,6 +54,7 @@ from tanghulu.store.node.state.node_state import NodeState, make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
+from tanghulu.store.node.writes.copier import Copier
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
 from tanghulu.store.protocol.announcements import Orders
@@ -107,7 +107,7 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
         if self.memory < 4096:
             raise ConfigError(f"--memory {self.memory} is less than one page")
         if (self.ssd_path is None) != (self.ssd_size == 0):
-            raise ConfigError("--ssd-path and --ssd-size come together: where, and how much")
+            raise ConfigError("give --ssd-path and --ssd-size together, or neither")
         if self.ssd_path is not None and self.ssd_size < MIN_SSD_BYTES:
             raise ConfigError(f"--ssd-size {format_size(self.ssd_size)} is less than {format_size(MIN_SSD_BYTES)}")
 

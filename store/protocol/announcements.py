@@ -15,6 +15,7 @@ import msgspec
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.store.protocol.directory_messages import NodeView, check_count
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS
+from tanghulu.store.protocol.terms import NO_TERM, UNSIGNED, Signature, Term
 from tanghulu.store.protocol.types import Key
 from tanghulu.types import MAX_VALUE_BYTES
 
@@ -71,7 +72,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
 
     ``map_version`` is of the map of masters used by the node; 0: it has none, and takes this master for the owner of
     all ranges. By that map the ranges ``owned``, a bit for each, are this master's; 0: a sign of life to the leader.
-    ``term`` of ``term_of`` is the newest known to the node, of the ranges here or of any elected master.
+    ``term`` is the newest known to the node, of the ranges here or of any elected master.
     """
 
     node_id: str
@@ -94,8 +95,7 @@ class NodeAnnouncement(FastMessage, frozen=True):
     tenants: Mapping[str, U64] | None = None
     map_version: U64 = 0
     owned: U64 = 0
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
     def validate(self) -> None:
         """Refuse too many keys."""
@@ -155,11 +155,11 @@ class AnnounceReply(FastMessage, frozen=True):
     ``undecided`` are indexes into ``added``: another put of the key is committed by its client, or older chunks may
     have yet to be reported, so these are to be announced again. ``refused`` are indexes into the piece's entries.
 
-    ``report_wanted``: the master does not know this node's chunks. ``report_keys``: the number of keys that the next
-    piece may have; 0: not yet, ask again. ``known_slots``: the slots below this one are known, so undecided entries
-    there can be announced again. To a node with a map: ``ranges``, those that this master owns and that are not
-    completely known, or that this node has yet to report; and ``map_version``, if ``owned`` does not match this
-    master's ranges: the latest version of the map known to it.
+    ``report_wanted``: the master does not know the running report; begin it again. ``report_keys``: the number of keys
+    that the next piece may have; 0: not yet, ask again. ``ranges``: those that this master owns and that are not
+    completely known, or that this node has yet to report; undecided entries in known slots can be announced again.
+    ``map_version``, to a node with a map whose ``owned`` does not match this master's ranges: the latest version of the
+    map known here.
 
     ``elsewhere``: bytes that the tenants of the announcement hold on all other nodes; there are ``num_nodes``, 0: none
     were named. The rest is as in LocateReply.
@@ -170,12 +170,9 @@ class AnnounceReply(FastMessage, frozen=True):
     refused: Sequence[U32] = ()
     report_wanted: bool = False
     report_keys: U32 = 0
-    known_slots: U32 = 0
     ranges: Sequence[KnownRange] = ()
     map_version: U64 = 0
     orders: Orders | None = None
     elsewhere: Mapping[str, U64] | None = None
     num_nodes: U32 = 0
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED

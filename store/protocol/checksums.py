@@ -45,7 +45,9 @@ def part_length(size_bytes: int, part_bytes: int) -> int:
     if part_bytes <= 0 or part_bytes >= size_bytes:
         return size_bytes
     if size_bytes > part_bytes * MAX_PARTS:
-        raise InvalidRequest(f"part_bytes={part_bytes} cuts {size_bytes} bytes into more than {MAX_PARTS} parts")
+        raise InvalidRequest(
+            f"part_bytes={part_bytes} cuts {size_bytes} bytes into more than {MAX_PARTS} parts; raise part_bytes"
+        )
     return part_bytes
 
 
@@ -182,4 +184,4 @@ def compute_joined(pieces: Sequence[memoryview], part_bytes: int = 0) -> Checksu
 def verify(value: memoryview | bytes, checksums: Checksums, key: str) -> None:
     """Raise ChecksumMismatch, naming ``key``, if ``value`` does not match."""
     if not matches(value, checksums):
-        raise ChecksumMismatch(f"the {len(value)} bytes that arrived for {key!r} are not the bytes that were put")
+        raise ChecksumMismatch(f"the {len(value)} bytes for {key!r} do not match the checksums of the put")

@@ -11,6 +11,7 @@ from typing import Any
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.wire import U32, U64, FastMessage
+from tanghulu.store.protocol.terms import UNSIGNED, Signature
 
 MAX_KEYS_PER_CALL = 1 << 16
 
@@ -76,9 +77,7 @@ class PlaceReply(FastMessage, frozen=True):
     """Nodes, best first: at least ``replicas`` of them if that many are alive. The rest is as in LocateReply."""
 
     nodes: list[NodeView]
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED
 
 
 class NodesRequest(FastMessage, frozen=True):
@@ -100,7 +99,7 @@ class NodesReply(FastMessage, frozen=True):
     """The nodes, and the state of the directory. ``unchanged``: ``nodes`` is empty, because the caller has the list.
 
     ``rebuilding_ranges``: the number of ranges of this master that are not completely known; ``leading``: it is the
-    leader; ``of_part``: chunks and drains are those of its ranges alone, and others own the rest. ``renewals`` stays
+    leader; ``of_part``: chunks and drains are those of its ranges alone, and others own the rest. ``signature`` stays
     the last field: see ``NodeList``.
     """
 
@@ -113,9 +112,7 @@ class NodesReply(FastMessage, frozen=True):
     rebuilding_ranges: U32 = 0
     leading: bool = False
     of_part: bool = False
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED
 
 
 class ListKeysRequest(FastMessage, frozen=True):
@@ -135,9 +132,7 @@ class ListKeysReply(FastMessage, frozen=True):
 
     keys: list[KeyInfo]
     more: bool
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED
 
 
 class _OfKeys(FastMessage, frozen=True):
@@ -160,9 +155,7 @@ class WaitReply(FastMessage, frozen=True):
     """A byte a key in ``found``: 1 if some node holds it now."""
 
     found: bytes
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED
 
 
 class ReplicateRequest(_OfKeys, frozen=True):
@@ -179,6 +172,4 @@ class ReplicateReply(FastMessage, frozen=True):
     """``num_taken`` of the keys; the others have no holder, or too many are requested already."""
 
     num_taken: U32
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED

@@ -12,7 +12,6 @@ all nodes knows whether "kv/a" is stored.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 from xxhash import xxh3_64_intdigest
@@ -43,9 +42,3 @@ def ranges_of(keys: Iterable[str]) -> list[int]:
 def bits_of(numbers: Iterable[int]) -> int:
     """Return ranges as one number: a bit for each."""
     return sum(1 << number for number in set(numbers))
-
-
-@functools.lru_cache(maxsize=NUM_SLOTS + 1)
-def known_below(num_slots: int) -> bytes:
-    """Return for each range how many of its leading slots are among the first ``num_slots`` of all."""
-    return bytes(min(max(num_slots - number * RANGE_SLOTS, 0), RANGE_SLOTS) for number in range(NUM_RANGES))

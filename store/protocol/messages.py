@@ -14,7 +14,7 @@ Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -24,7 +24,7 @@ from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.terms import NO_TERM, Term
+from tanghulu.store.protocol.terms import NO_TERM, UNSIGNED, Renewals, Signature, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, Tier
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
@@ -70,17 +70,16 @@ class PutRequest(FastMessage, frozen=True):
 class PutReply(FastMessage, frozen=True):
     """For each value whether its key existed already, a hit that wrote nothing, or its error; of COMMIT too.
 
-    ``term`` and ``term_of``, here and in GetReply: of the newest master that the node has reported to, see ``terms``.
+    ``term``, here and in GetReply: of the newest master that the node has reported to, see ``terms``.
     """
 
     outcomes: list[bool | Failure]
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
     @classmethod
     def of(cls, outcomes: Sequence[bool | TanghuluError], term: Term = NO_TERM) -> PutReply:
         """Return the reply with these outcomes."""
-        return cls([Failure.of(each) if isinstance(each, TanghuluError) else each for each in outcomes], *term)
+        return cls([Failure.of(each) if isinstance(each, TanghuluError) else each for each in outcomes], term)
 
     @property
     def results(self) -> list[bool | TanghuluError]:
@@ -128,7 +127,7 @@ class CommitRequest(FastMessage, frozen=True):
     """``items`` were written, the reservations ``aborted`` were not; ``visible`` and ``deadline_ms`` as in PutRequest.
 
     The master has accepted the first ``num_committed`` items already, in the name of the node's ``generation``, and in
-    its ``term`` of ``term_of``: invalid for a node that has reported to its successor.
+    its ``term``: invalid for a node that has reported to its successor.
     """
 
     items: list[CommitItem]
@@ -137,8 +136,7 @@ class CommitRequest(FastMessage, frozen=True):
     deadline_ms: U32
     num_committed: U32 = 0
     generation: U64 = 0
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
 
 # --- puts into a range of the node's memory given to the client in advance: DESK
@@ -188,8 +186,7 @@ class GetReply(FastMessage, frozen=True):
 
     items: list[Found | Failure]
     lease_ms: U32
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
 
 class UnpinRequest(FastMessage, frozen=True):
@@ -347,7 +344,7 @@ class TenantsReply(FastMessage, frozen=True):
     tenants: list[TenantFigures]
 
 
-# --- between client and master: LOCATE, COMMIT_KEY, COMMIT_KEYS
+# --- between client and master: LOCATE, COMMIT_KEYS
 
 
 class LocateRequest(FastMessage, frozen=True):
@@ -362,7 +359,10 @@ class LocateRequest(FastMessage, frozen=True):
 
 
 class Location(FastMessage, frozen=True):
-    """Holders of a key, the first ``num_warm`` of them in memory and the others on their SSD."""
+    """The live holders of a key, the first ``num_warm`` of them in memory and the others on their SSD.
+
+    Each group is in order of arrival.
+    """
 
     version: U64
     size_bytes: U64
@@ -373,16 +373,14 @@ class Location(FastMessage, frozen=True):
 class LocateReply(FastMessage, frozen=True):
     """A location per key, None without a known holder; or, with ``count_only``, a byte a key in ``found``.
 
-    ``incomplete``: the master is rebuilding, and an unknown holder does not mean none. ``term``, ``term_of`` and
-    ``renewals``, here and in the other replies of a master: see ``terms``.
+    ``incomplete``: the master is rebuilding, and an unknown holder does not mean none. ``signature``, here and in the
+    other replies of a master: see ``terms``.
     """
 
     incomplete: bool
     locations: Sequence[Location | None] = ()
     found: bytes = b""
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    signature: Signature = UNSIGNED
 
     @property
     def existence(self) -> list[bool]:
@@ -391,36 +389,22 @@ class LocateReply(FastMessage, frozen=True):
         return [True] * len(found) if found.count(1) == len(found) else [byte == 1 for byte in found]
 
 
-_ClientCommits: TypeAlias = Annotated[list[ClientCommit], msgspec.Meta(min_length=1)]
-
-
 class CommitKeysRequest(FastMessage, frozen=True):
-    """Several proclamations of one put."""
+    """Clients' commits of one put."""
 
-    said: _ClientCommits
+    commits: Annotated[list[ClientCommit], msgspec.Meta(min_length=1)]
 
     def validate(self) -> None:
-        """Refuse an invalid proclamation."""
-        for each in self.said:
+        """Refuse an invalid commit."""
+        for each in self.commits:
             each.validate()
 
 
-class CommitKeyReply(FastMessage, frozen=True):
-    """The answer to one proclamation."""
-
-    commit_result: CommitResult
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
-
-
 class CommitKeysReply(FastMessage, frozen=True):
-    """A commit_result a proclamation."""
+    """A result for each of the commits."""
 
-    commit_results: list[CommitResult]
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
+    results: list[CommitResult]
+    signature: Signature = UNSIGNED
 
 
 class ProveRequest(FastMessage, frozen=True):
@@ -428,16 +412,19 @@ class ProveRequest(FastMessage, frozen=True):
 
 
 class ProveReply(FastMessage, frozen=True):
-    """``renewals``, one of which was requested after this call arrived; ``asked_before`` were requested before it.
+    """The renewals of ``signature``, of which one was requested after this call arrived, ``requested_before`` before.
 
     ``ttl_ms`` is the lifetime of the lease after a renewal. All is 0 from a master that was not elected.
     """
 
-    term: U64 = 0
-    term_of: U64 = 0
-    renewals: U64 = 0
-    asked_before: U64 = 0
+    signature: Signature = UNSIGNED
+    requested_before: U64 = 0
     ttl_ms: U32 = 0
+
+    @property
+    def renewals(self) -> Renewals:
+        """The renewals that prove the lease at the time of the call."""
+        return Renewals(self.requested_before, Renewals.of(self.signature.renewals).confirmed)
 
 
 class MastersRequest(FastMessage, frozen=True):
@@ -445,6 +432,11 @@ class MastersRequest(FastMessage, frozen=True):
 
     known_version: U64 = 0
     known_cluster: U64 = 0
+
+    @classmethod
+    def newer_than(cls, known: RangeMap | None) -> MastersRequest:
+        """Request a map that replaces ``known``."""
+        return cls() if known is None else cls(known.version, known.cluster)
 
 
 #: Marks a range without an owner in ``MastersReply.owners``.
@@ -465,9 +457,7 @@ class MastersReply(FastMessage, frozen=True):
     terms: Sequence[U64] = ()
     key_scope: str = ""
     #: A map needs no proof: users of an old one learn that from the masters that it names.
-    term: ClassVar[int] = 0
-    term_of: ClassVar[int] = 0
-    renewals: ClassVar[int] = 0
+    signature: ClassVar[Signature] = UNSIGNED
 
     def validate(self) -> None:
         """Refuse a map that lacks ranges, or names owners without an address."""

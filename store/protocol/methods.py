@@ -16,7 +16,6 @@ from tanghulu.store.protocol import directory_messages as d
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement
 from tanghulu.store.protocol.directory_events import EventBatch, EventsRequest
-from tanghulu.store.protocol.types import ClientCommit
 
 _KEYS = scope_keys("keys")
 _PUT = writing("put", "items.key")
@@ -46,9 +45,8 @@ LOCATE = Method(31, "locate", m.LocateRequest, m.LocateReply, access.LOCATE)
 PLACE = Method(32, "place", d.PlaceRequest, d.PlaceReply, access.PLACE)
 NODES = Method(33, "nodes", d.NodesRequest, d.NodesReply, access.NODES)
 LIST_KEYS = Method(34, "list_keys", d.ListKeysRequest, d.ListKeysReply, access.LIST_KEYS)
-COMMIT_KEY = Method(35, "commit_key", ClientCommit, m.CommitKeyReply, writing("put", "key"))
+COMMIT_KEYS = Method(35, "commit_keys", m.CommitKeysRequest, m.CommitKeysReply, writing("put", "commits.key"))
 WAIT = Method(36, "wait", d.WaitRequest, d.WaitReply, Rule("wait", Right.READ, _KEYS))
-COMMIT_KEYS = Method(37, "commit_keys", m.CommitKeysRequest, m.CommitKeysReply, writing("put", "said.key"))
 REPLICATE = Method(38, "replicate", d.ReplicateRequest, d.ReplicateReply, writing("replicate", "keys"))
 MASTERS = Method(39, "masters", m.MastersRequest, m.MastersReply, access.MASTERS)
 PROVE = Method(40, "prove", m.ProveRequest, m.ProveReply, Rule("nodes", None))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address
 
 
@@ -34,6 +35,11 @@ class RangeMap:
     def of_one(cls, owner: Address | None) -> RangeMap:
         """Return the map of a single master; None: it uses any address known to its callers."""
         return cls(0, 0, (owner,) * NUM_RANGES, (0,) * NUM_RANGES)
+
+    @property
+    def newest_term(self) -> Term:
+        """The version as a term: no range has a later one."""
+        return Term(self.version, self.cluster)
 
     def owner_of(self, number: int) -> Address | None:
         """Return the owner of that range; None: it has none now, and ``term_of`` is that of its last owner."""

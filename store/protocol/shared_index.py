@@ -107,7 +107,7 @@ class IndexWriter:
         """Record a sign of life."""
         _TIME.pack_into(self._view, _TIME_OFFSET, now_s)
 
-    def tell_term(self, term: Term) -> None:
+    def publish_term(self, term: Term) -> None:
         """Publish the newest term known to the node; readers never see the number of one etcd as another's."""
         _TERM.pack_into(self._view, _TERM_OFFSET, 0, term.cluster)
         _TERM.pack_into(self._view, _TERM_OFFSET, *term)

@@ -5,15 +5,28 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
+from tanghulu.rpc.wire import U64
+
 
 class Term(NamedTuple):
     """The ``number`` of an election, counted by the etcd with the id ``cluster``; 0 means no election."""
 
-    number: int = 0
-    cluster: int = 0
+    number: U64 = 0
+    cluster: U64 = 0
+
+
+class Signature(NamedTuple):
+    """The end of a master's reply: its term, and the renewals of its lease as one number, see ``Renewals``.
+
+    The term of one of several owners is the latest version of the map that it knows.
+    """
+
+    term: Term = Term()
+    renewals: U64 = 0
 
 
 NO_TERM = Term()
+UNSIGNED = Signature()
 #: Time by which a lease ends sooner for a master, and for each of its callers, than for etcd: clocks drift, and an
 #: answer may be in flight.
 MARGIN_S = 0.3
@@ -22,18 +35,18 @@ MAX_ANSWERS = 8
 
 
 class Renewals(NamedTuple):
-    """Renewals of a master's lease: the number ``asked`` of etcd, and the latest one ``confirmed`` by it.
+    """Renewals of a master's lease: the number ``requested`` of etcd, and the latest one ``confirmed`` by it.
 
     They travel as one number; 0, of a master that was not elected, carries no information.
     """
 
-    asked: int = 0
+    requested: int = 0
     confirmed: int = 0
 
     @property
     def packed(self) -> int:
         """Both as one number of 64 bits."""
-        return self.asked << 32 | self.confirmed
+        return self.requested << 32 | self.confirmed
 
     @classmethod
     def of(cls, packed: int) -> Renewals:
@@ -55,19 +68,19 @@ class TermFence:
         self.newest = Term()
         self._lock = threading.Lock()
 
-    def admits(self, number: int, cluster: int) -> bool:
-        """Return whether to obey a master of term ``number``; remembers it if it is the newest."""
-        if not number or self.newest == (number, cluster):
+    def admits(self, term: Term) -> bool:
+        """Return whether to obey a master of ``term``; remembers it if it is the newest."""
+        if not term.number or self.newest == term:
             return True
         with self._lock:
-            if cluster == self.newest.cluster and number < self.newest.number:
+            if term.cluster == self.newest.cluster and term.number < self.newest.number:
                 return False
-            self.newest = Term(number, cluster)
+            self.newest = term
             return True
 
-    def is_over(self, number: int, cluster: int) -> bool:
-        """Return whether a term later than ``number`` is known, whose master may not know what this one accepts."""
-        return cluster == self.newest.cluster and 0 < number < self.newest.number
+    def is_over(self, term: Term) -> bool:
+        """Return whether a later term is known, whose master may not know what that of ``term`` accepts."""
+        return term.cluster == self.newest.cluster and 0 < term.number < self.newest.number
 
     def __repr__(self) -> str:
         return f"TermFence({self.newest.number} of {self.newest.cluster:x})"
@@ -83,15 +96,15 @@ class LeaseProofs:
     term now has led it all the time, so an answer that came before its proof is proven by it. Confirmation of any
     renewal is not enough: it may have been in flight when the call was sent, in the socket of the stopped machine.
 
-    Example with ttl 3 s: a call of 10.0 s is answered "asked 41, confirmed 41", one of 10.6 s "asked 42, confirmed 42":
-    answers are believed until 10.0 + 3 - 0.3 = 12.7 s. Safe to use from several threads.
+    Example with ttl 3 s: a call of 10.0 s is answered "requested 41, confirmed 41", one of 10.6 s "requested 42,
+    confirmed 42": answers are accepted until 10.0 + 3 - 0.3 = 12.7 s. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
         self._term = NO_TERM
         self._ttl_s = 0.0
         self._proven = NO_TERM, float("-inf")  # term and end; replaced in one step
-        self._answers: list[tuple[int, float]] = []  # (renewals asked, time of the call), both growing
+        self._answers: list[tuple[int, float]] = []  # (renewals requested, time of the call), both growing
         self._last = Renewals()
         self._packed = 0  # the same, of a reply
         self._lock = threading.Lock()
@@ -104,39 +117,47 @@ class LeaseProofs:
                     return
                 self._term, self._ttl_s, self._last, self._answers = term, 0.0, Renewals(), []
                 self._proven = term, float("-inf")
-            self._note(renewals.asked, sent_s)
+            self._note(renewals.requested, sent_s)
             if renewals != self._last or ttl_s:  # otherwise nothing is new, as between two renewals
                 self._ttl_s, self._last = ttl_s or self._ttl_s, renewals
                 self._prove(sent_s, renewals)
 
-    def answered(self, term: int, term_of: int, renewals: int, sent_s: float) -> None:
-        """``record`` a reply's fields, with the minimal work that this takes between two renewals."""
+    def answered(self, signature: Signature, sent_s: float) -> None:
+        """``record`` a reply's signature, with the minimal work that this takes between two renewals."""
+        term, renewals = signature
         if not renewals:
             return
         with self._lock:
-            if renewals == self._packed and term == self._term.number and term_of == self._term.cluster:
+            if renewals == self._packed and term == self._term:
                 if self._answers and sent_s > self._answers[-1][1] and renewals >> 32 == self._answers[-1][0]:
                     self._answers[-1] = renewals >> 32, sent_s
                 return
-        self.record(Term(term, term_of), sent_s, Renewals.of(renewals))
+        self.record(term, sent_s, Renewals.of(renewals))
         self._packed = renewals
 
     def _prove(self, sent_s: float, renewals: Renewals) -> None:
-        proven = [at_s for asked, at_s in self._answers if asked < renewals.confirmed]
-        if renewals.asked < renewals.confirmed:  # of an answer given after a renewal of its own
+        proven = [at_s for requested, at_s in self._answers if requested < renewals.confirmed]
+        if renewals.requested < renewals.confirmed:  # of an answer given after a renewal of its own
             proven.append(sent_s)
         if proven and self._ttl_s:
             self._proven = self._term, max(self._proven[1], max(proven) + self._ttl_s - MARGIN_S)
             self._answers = [answer for answer in self._answers if answer[0] >= renewals.confirmed]
 
-    def _note(self, asked: int, sent_s: float) -> None:
+    def _note(self, requested: int, sent_s: float) -> None:
         answers = self._answers
-        if answers and asked == answers[-1][0]:
+        if answers and requested == answers[-1][0]:
             if sent_s > answers[-1][1]:
-                answers[-1] = (asked, sent_s)
-        elif not answers or (asked > answers[-1][0] and sent_s > answers[-1][1]):
-            answers.append((asked, sent_s))
+                answers[-1] = (requested, sent_s)
+        elif not answers or (requested > answers[-1][0] and sent_s > answers[-1][1]):
+            answers.append((requested, sent_s))
             del answers[:-MAX_ANSWERS]
+
+    def accepts(self, signature: Signature, now_s: float) -> bool:
+        """Return whether to accept a reply that arrived before ``now_s``; if not, its master has to prove its lease.
+
+        A master that was not elected, or does not count its renewals, needs no proof.
+        """
+        return not signature.renewals or self.is_proven(signature.term, now_s)
 
     def is_proven(self, term: Term, now_s: float) -> bool:
         """Return whether to accept an answer of a master of ``term`` that arrived before ``now_s``."""

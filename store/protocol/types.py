@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, TypeAlias
 
@@ -13,6 +11,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.wire import U64, FastMessage
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.terms import NO_TERM, Term
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 #: Values up to this size travel inside requests and answers: one round trip instead of three.
@@ -86,7 +85,7 @@ class NewChunk(FastMessage, frozen=True):
 class ClientCommit(FastMessage, frozen=True):
     """A client's commit: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``.
 
-    ``term`` of ``term_of`` is the newest known to the client; a master of an older one accepts no commit.
+    ``term`` is the newest known to the client; a master of an older one accepts no commit.
     """
 
     node_id: str
@@ -94,8 +93,7 @@ class ClientCommit(FastMessage, frozen=True):
     key: Key
     version: U64
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=_MAX_COMMIT_BYTES)]
-    term: U64 = 0
-    term_of: U64 = 0
+    term: Term = NO_TERM
 
     def validate(self) -> None:
         """Refuse a key with too many bytes."""
@@ -103,7 +101,7 @@ class ClientCommit(FastMessage, frozen=True):
 
 
 class CommitResult(Enum):
-    """The answer to a proclamation."""
+    """The answer to a client's commit."""
 
     EXISTS = 0  # a live node holds another version of the key: this put is a hit
     ACCEPTED = 1
@@ -126,15 +124,6 @@ def validate_key(key: str) -> ChunkKey:
     if not (isinstance(key, str) and key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):
         _check_encoded(key)
     return ChunkKey(key)
-
-
-def validate_keys(keys: Sequence[str]) -> None:
-    """``validate_key`` for many, at the speed of a few calls."""
-    with contextlib.suppress(TypeError):  # one of them is not a str: the code below finds out which
-        if not keys or ("".join(keys).isascii() and all(keys) and max(map(len, keys)) <= MAX_KEY_BYTES):
-            return
-    for key in keys:
-        validate_key(key)
 
 
 def _check_encoded(key: object) -> None:

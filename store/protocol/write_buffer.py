@@ -130,7 +130,7 @@ class BufferWriter:
         self._open: set[int] = set()  # places of values being written
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._said_left = False
+        self._has_left = False
         self.left = False
 
     @property
@@ -195,7 +195,7 @@ class BufferWriter:
 
     def __del__(self) -> None:
         """Leave with the last reference, as nobody reads the head again. A forked child does not have the memory."""
-        if not self._said_left and os.getpid() == self._pid:
+        if not self._has_left and os.getpid() == self._pid:
             self._say_left()
 
     def _end(self) -> None:
@@ -206,7 +206,7 @@ class BufferWriter:
 
     def _say_left(self) -> None:
         """Set ``left`` as the last access: from now on the head may be another write buffer's."""
-        self._said_left = True
+        self._has_left = True
         self._words[_LEFT] = self._written + 1
 
     def __repr__(self) -> str:

@@ -133,7 +133,7 @@ def test_bounds(monkeypatch) -> None:
     for ttl_s in (0.0, -1.0, 1e9):
         with pytest.raises(InvalidRequest, match="lease of"):
             table.register(instance(), ttl_s, 0.0)
-    with pytest.raises(InvalidRequest, match="without an id"):
+    with pytest.raises(InvalidRequest, match="empty id"):
         table.register(instance(""), 1.0, 0.0)
     monkeypatch.setattr(lease_module, "MAX_INSTANCES", 1)
     table.register(instance("a"), 1.0, 0.0)

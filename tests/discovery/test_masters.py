@@ -7,7 +7,7 @@ import pytest
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, NotLeader, error_from_code
 from tanghulu.masters import Masters
-from tanghulu.store.protocol.terms import TermFence
+from tanghulu.store.protocol.terms import Term, TermFence
 from tanghulu.types import Address
 
 A, B, C = (Address("h", port) for port in (1, 2, 3))
@@ -74,10 +74,10 @@ def test_with_an_etcd_it_is_asked_again() -> None:
 
 def test_a_node_refuses_older_terms_of_the_same_etcd() -> None:
     fence = TermFence()
-    assert fence.admits(0, 0), "a single master has no term"
-    assert fence.admits(9, 1)
-    assert not fence.admits(7, 1)
-    assert fence.admits(9, 1)
-    assert fence.admits(3, 2), "another etcd counts anew"
-    assert not fence.admits(2, 2)
+    assert fence.admits(Term(0, 0)), "a single master has no term"
+    assert fence.admits(Term(9, 1))
+    assert not fence.admits(Term(7, 1))
+    assert fence.admits(Term(9, 1))
+    assert fence.admits(Term(3, 2)), "another etcd counts anew"
+    assert not fence.admits(Term(2, 2))
     assert fence.newest == (3, 2)

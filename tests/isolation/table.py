@@ -105,7 +105,6 @@ def fast_rows() -> Iterator[Row]:
         yield of("node", own, store.CHUNK_STAT, lambda w, t: m.KeysRequest([t]), kind)
         yield of("master", own, store.LOCATE, lambda w, t: m.LocateRequest([t], False), kind)
         yield of("master", own, store.LIST_KEYS, lambda w, t: d.ListKeysRequest(t), kind)
-        yield of("master", own, store.COMMIT_KEY, lambda w, t: _commit(w, t), kind)
         yield of("master", own, store.COMMIT_KEYS, lambda w, t: m.CommitKeysRequest([_commit(w, t)]), kind)
         yield of("master", own, store.EVENTS, lambda w, t: EventsRequest(t), kind)
         yield of("master", own, store.WAIT, lambda w, t: d.WaitRequest([t]), kind)

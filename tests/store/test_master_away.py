@@ -26,6 +26,7 @@ from tanghulu.errors import (
 )
 from tanghulu.masters import Masters
 from tanghulu.store.client import block_store
+from tanghulu.store.client.logic import operations, query
 from tanghulu.store.client.logic.directory_client import refresh_nodes
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, PeerId
 from tanghulu.store.client.model import PutItem, PutOptions
@@ -125,7 +126,7 @@ def test_keys_whose_holders_are_known_are_read_before_the_master_is_waited_for()
     fake = Away("a")
     fake.values["a"].update(known=b"right", unknown=b"right")
     fake.context.locations.set("known", (PeerId("a"),))
-    unknown, known = fake.run(fake.do.get_many(fake.deadline, ["unknown", "known"]))
+    unknown, known = fake.run(operations.get_many(fake.context, fake.deadline, ["unknown", "known"]))
     assert bytes(known.bytes()) == b"right"
     assert isinstance(unknown, MasterUnavailable)
     assert fake.asked == ["master", "a", "master"]
@@ -143,7 +144,7 @@ def test_a_key_is_asked_for_again_when_the_master_is_back() -> None:
     fake.values["a"].update(known=b"right", unknown=b"right")
     fake.directory["unknown"] = ["a"]
     fake.context.locations.set("known", (PeerId("a"),))
-    found = fake.run(fake.do.get_many(fake.deadline, ["unknown", "known"]))
+    found = fake.run(operations.get_many(fake.context, fake.deadline, ["unknown", "known"]))
     assert [bytes(chunk.bytes()) for chunk in found] == [b"right", b"right"]
     assert fake.asked == ["master", "a", "master", "a"]
 
@@ -151,7 +152,7 @@ def test_a_key_is_asked_for_again_when_the_master_is_back() -> None:
 @pytest.mark.parametrize("options", [PutOptions(visible=False), PutOptions(visible=False, replicas=2)])
 def test_a_put_that_nobody_has_to_see_goes_to_a_known_node_at_once(options: PutOptions) -> None:
     fake = Away("a", "b")
-    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"v"), options)).ok
+    assert fake.run(operations.put(fake.context, fake.deadline, PutItem("k", b"v"), options)).ok
     assert fake.in_time
 
 
@@ -171,7 +172,7 @@ def test_a_node_may_keep_a_put_for_the_master_until_the_deadline_and_for_room_a_
     fake = Away("a", "b", "c")
     fake.context.nodes.update([node(name, host="here") for name in "abc"], 1e9)
     fake.context.maps_memory = False
-    fake.run(fake.do.put(fake.deadline, PutItem("k", b"v"), PutOptions()))
+    fake.run(operations.put(fake.context, fake.deadline, PutItem("k", b"v"), PutOptions()))
     (put,) = fake.puts
     assert put.master_ms == fake.deadline.remaining_ms()
     assert put.deadline_ms == fake.deadline.remaining_ms() // 3
@@ -183,12 +184,12 @@ def test_an_engine_does_not_wait_until_a_master_has_learnt_what_its_nodes_hold()
         fake.deadline, fake.incomplete, fake.reported_s = Deadline(30.0, fake.clock.now_s), True, 0.5
         fake.values["a"]["k"] = b"right"
         fake.context.waits_for_master = waits
-        (result,) = fake.run(fake.do.get_many(fake.deadline, ["k"]))
+        (result,) = fake.run(operations.get_many(fake.context, fake.deadline, ["k"]))
         assert isinstance(result, DirectoryIncomplete) is fails
         assert (fake.clock.now_s() == 0.0) is fails
         if fails:
             with pytest.raises(DirectoryIncomplete):
-                fake.run(fake.do.match_prefix(fake.deadline, ["k"]))
+                fake.run(query.match_prefix(fake.context, fake.deadline, ["k"]))
 
 
 # --- both drivers, and a master that listens, stops and listens again

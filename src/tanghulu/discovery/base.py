@@ -74,7 +74,7 @@ def validate(instance: Instance) -> Instance:
             Address.parse(instance.metrics_address)
         except InvalidRequest as error:
             raise InvalidRequest(
-                f"metrics_address of {instance.id!r}: {error.message}; the scheme and the path are the cluster's"
+                f"metrics_address of {instance.id!r}: {error.message}; give host:port, without scheme or path"
             ) from None
     return instance
 

@@ -58,7 +58,7 @@ class EtcdClient:
                 try:
                     yield self._channels[index]
                 except asyncio.InvalidStateError as error:  # grpc's error for a write to an ended stream
-                    raise MasterUnavailable(f"{self.peer} ended the call") from error
+                    raise MasterUnavailable(f"{self.peer} ended the call; try again") from error
         except (MasterUnavailable, DeadlineExceeded) as error:
             if self._index == index:
                 self._index = (index + 1) % len(self._channels)

@@ -83,7 +83,7 @@ def decode(data: bytes) -> tuple[Instance, float]:
             raise ValueError(f"ttl_s is {values['ttl_s']:g}")
         return validate(instance), float(values["ttl_s"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidRequest) as error:
-        raise InvalidRequest(f"not an instance's file: {type(error).__name__}: {error}") from error
+        raise InvalidRequest(f"not an instance file: {type(error).__name__}: {error}") from error
 
 
 class FileRegistration:

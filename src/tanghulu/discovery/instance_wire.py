@@ -16,7 +16,7 @@ def role_of(component: str) -> Role:
     """Return the role that registers as ``component``; raises InvalidRequest."""
     role = _ROLES.get(component)
     if role is None:
-        raise InvalidRequest(f"component {component!r} is none of {', '.join(sorted(_ROLES))}")
+        raise InvalidRequest(f"component {component!r} is unknown; known: {', '.join(sorted(_ROLES))}")
     return role
 
 

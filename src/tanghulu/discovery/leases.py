@@ -61,12 +61,12 @@ class LeaseTable:
     def register(self, instance: Instance, ttl_s: float, now_s: float, owner: str = "") -> int:
         """Add or replace ``instance``; returns the lease id. Raises InvalidRequest, Conflict or Overloaded."""
         if not instance.id:
-            raise InvalidRequest("an instance without an id cannot be registered")
+            raise InvalidRequest("an instance with an empty id cannot register; give it one")
         if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
             raise InvalidRequest(f"a lease of {ttl_s:g} s is not within {MIN_TTL_S:g}..{MAX_TTL_S:g} s")
         before = self._leases.get(instance.id)
         if before is None and len(self._leases) >= MAX_INSTANCES:
-            raise Overloaded(f"{MAX_INSTANCES} instances are registered; no more are taken")
+            raise Overloaded(f"{MAX_INSTANCES} instances are registered, the most allowed; stop some of them")
         if before is not None:
             require_same_role(before.instance, instance)
             if before.owner != owner:

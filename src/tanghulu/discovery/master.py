@@ -219,10 +219,10 @@ class MasterDiscovery:
         rng = Random(secrets.randbits(64))
         backoff, interrupted = Backoff(_RETRY_S, _WATCH_MOST_S, rng), False
         while True:
-            asked: Address | None = None
+            tried: Address | None = None
             try:
-                asked = await self._finder.find()
-                async with aclosing(self._follow(asked, call, mirror)) as events:
+                tried = await self._finder.find()
+                async with aclosing(self._follow(tried, call, mirror)) as events:
                     async for event in events:
                         backoff, interrupted = Backoff(_RETRY_S, _WATCH_MOST_S, rng), False
                         yield event
@@ -230,8 +230,8 @@ class MasterDiscovery:
                 if not interrupted:
                     _log.warning("discovery.watch_interrupted", error=error.message)
                 interrupted = True
-                if asked is not None:
-                    self._finder.failed(asked, error)
+                if tried is not None:
+                    self._finder.failed(tried, error)
             await asyncio.sleep(backoff.pause_s())
 
     async def _follow(
@@ -296,12 +296,12 @@ class MasterDiscovery:
         """
         seeking = Seeking(self._finder, self._clock.now_s(), deadline_s, waits=waits)
         while True:
-            asked: Address | None = None
+            tried: Address | None = None
             try:
-                asked = await self._finder.find()
-                return await self._attempt(asked, make, seeking.attempt_s(self._clock.now_s()))
+                tried = await self._finder.find()
+                return await self._attempt(tried, make, seeking.attempt_s(self._clock.now_s()))
             except (MasterUnavailable, DeadlineExceeded) as error:
-                pause_s = seeking.pause_s(asked, error, self._clock.now_s())
+                pause_s = seeking.pause_s(tried, error, self._clock.now_s())
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
@@ -334,7 +334,9 @@ class MasterDiscovery:
                     link = self._links[address] = await self._connect(address, timeout_s)
                 return link
         except TimeoutError:
-            raise DeadlineExceeded(f"{self._peer} did not answer in time") from None
+            raise DeadlineExceeded(
+                f"{self._peer} did not answer within {timeout_s:.3g} s; is it running and reachable?"
+            ) from None
 
     async def _connect(self, address: Address, deadline_s: float) -> AsyncFastConnection:
         return await greeting.connect(address, self._finder.masters.credentials_for(address), MASTER, deadline_s)

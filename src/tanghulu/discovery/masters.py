@@ -61,9 +61,9 @@ class MasterFinder:
         """The master to call; None if unknown, so that it has to be looked up."""
         return self._current
 
-    def failed(self, asked: Address, error: TanghuluError) -> None:
-        """Note that ``asked`` did not answer as the leader; another caller may have noted that before."""
-        if asked != self._current or not self.several:
+    def failed(self, tried: Address, error: TanghuluError) -> None:
+        """Note that ``tried`` did not answer as the leader; another caller may have noted that before."""
+        if tried != self._current or not self.several:
             return
         named = error.leader if isinstance(error, NotLeader) else ""
         self.answered |= isinstance(error, NotLeader)
@@ -73,7 +73,7 @@ class MasterFinder:
             self._current = None
         else:
             known = self.masters.addresses
-            self._current = known[(known.index(asked) + 1) % len(known)] if asked in known else known[0]
+            self._current = known[(known.index(tried) + 1) % len(known)] if tried in known else known[0]
 
     async def find(self) -> Address:
         """Return the master to call; raises MasterUnavailable if etcd does not answer or there is no leader yet."""
@@ -138,10 +138,10 @@ class Seeking:
         """Return the seconds since the first attempt."""
         return now_s - self._began_s
 
-    def pause_s(self, asked: Address | None, error: TanghuluError, now_s: float) -> float | None:
-        """Return the seconds until the next attempt after ``error`` from ``asked``; None to raise ``error``."""
-        if asked is not None and not isinstance(error, KeysMoved):
-            self._finder.failed(asked, error)
+    def pause_s(self, tried: Address | None, error: TanghuluError, now_s: float) -> float | None:
+        """Return the seconds until the next attempt after ``error`` from ``tried``; None to raise ``error``."""
+        if tried is not None and not isinstance(error, KeysMoved):
+            self._finder.failed(tried, error)
         pause_s = self._backoff.pause_s()
         leads_elsewhere = not self._finder.several and isinstance(error, NotLeader) and bool(error.leader)
         is_final = leads_elsewhere or isinstance(error, KeysMoved)

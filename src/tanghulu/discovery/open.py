@@ -25,7 +25,7 @@ def open_discovery(spec: str, master: Masters | Address) -> Discovery:
         return EtcdDiscovery(*Masters.parse(spec).addresses)
     if scheme == "file" and rest:
         return FileDiscovery(Path(rest.removeprefix("//")))
-    raise ConfigError(f"--discovery {spec!r} is none of master, etcd://host:port, file:DIR")
+    raise ConfigError(f"--discovery {spec!r} is unknown; give master, etcd://host:port, or file:DIR")
 
 
 async def instances_now(

@@ -33,8 +33,8 @@ from tanghulu.store.client.drivers.connections import (
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.late_leases import LateLeases
-from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context, no_flush
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -55,7 +55,7 @@ from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import KeysRequest, Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferEngine
+from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,6 +69,7 @@ class AsyncioDriver:
         self.settings = settings
         clock = SystemClock()
         self.context = make_context(settings, clock)
+        self.context.flush = self.flush
         self._loop = asyncio.get_running_loop()
         self._engine = TransferEngine(
             transports=settings.engine_transports,
@@ -92,13 +93,13 @@ class AsyncioDriver:
     async def perform(
         self,
         seconds: float | None,
-        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        operation: Callable[Concatenate[Context, Deadline, P], Logic[T]],
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
         """Run ``operation`` with a deadline of ``seconds``."""
         deadline = self.deadline(seconds)
-        return await self.run(operation(deadline, *args, **named), deadline)
+        return await self.run(operation(self.context, deadline, *args, **named), deadline)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; return its result or raise its error."""
@@ -183,6 +184,7 @@ class AsyncioDriver:
         if not self._loop.is_closed():
             for connection in self._connections.values():
                 connection.abort()
+        self.context.flush = no_flush
         LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
 
@@ -278,13 +280,13 @@ class AsyncioDriver:
             for peer, call in wanted.calls
         ]
         try:
-            errors = await move_async(self._engine, wanted.requests, deadline_s)
+            errors = await _move(self._engine, wanted.requests, deadline_s)
             answers = [await task for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
-        believed = self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s)
-        return errors, await self._drive(believed)
+        accepted = self._masters.accepted(wanted.calls, answers, sent_s, sent_s + wanted.within_s)
+        return errors, await self._drive(accepted)
 
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for position, (peer, call) in enumerate(calls):
@@ -421,3 +423,22 @@ class AsyncioDriver:
 
     def __repr__(self) -> str:
         return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
+
+
+async def _move(
+    engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s: float
+) -> list[TanghuluError | None]:
+    """Move the requests and return one outcome each; each moves at most twice."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + deadline_s
+    try:
+        await engine.transfer_async(requests, deadline_s)
+        return [None] * len(requests)
+    except TanghuluError as error:
+        if len(requests) == 1:
+            return [error]
+    try:
+        left_s = max(until_s - loop.time(), 0.0)
+        return list((await engine.submit(TransferBatch(requests)).wait_async(left_s)).errors)
+    except TanghuluError as error:
+        return [error] * len(requests)

@@ -37,8 +37,8 @@ from tanghulu.store.client.drivers.connections import (
     warn_unclosed,
 )
 from tanghulu.store.client.drivers.late_leases import LateLeases
-from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context, no_flush
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -58,7 +58,7 @@ from tanghulu.store.client.logic.messages import AnyCall, AnyReply
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import Welcome
 from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferEngine
+from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class BlockingDriver:
         self.settings = settings
         clock = SystemClock()
         self.context = make_context(settings, clock)
+        self.context.flush = self.flush
         self._engine = TransferEngine(
             transports=settings.engine_transports,
             host_id=settings.host_id,
@@ -109,13 +110,13 @@ class BlockingDriver:
     def perform(
         self,
         seconds: float | None,
-        operation: Callable[Concatenate[Deadline, P], Logic[T]],
+        operation: Callable[Concatenate[Context, Deadline, P], Logic[T]],
         *args: P.args,
         **named: P.kwargs,
     ) -> T:
         """Run ``operation`` with a deadline of ``seconds``."""
         deadline = self.deadline(seconds)
-        return self.run(operation(deadline, *args, **named), deadline)
+        return self.run(operation(self.context, deadline, *args, **named), deadline)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; return its result or raise its error."""
@@ -209,6 +210,7 @@ class BlockingDriver:
         for pool in self._idle.values():
             for connection in pool:
                 connection.close()
+        self.context.flush = no_flush
         LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)
@@ -320,12 +322,12 @@ class BlockingDriver:
         try:
             for peer, call in wanted.calls:
                 begun.append(self._begin(peer, call, self._masters.limit_s(peer, wanted.within_s)))
-            errors = move(self._engine, wanted.requests, deadline_s)
+            errors = _move(self._engine, wanted.requests, deadline_s)
             answers = [self._answer(each) for each in begun]
         finally:
             for each in begun:
                 self._end(each)
-        return errors, self._drive(self._masters.believed(wanted.calls, answers, sent_s, sent_s + wanted.within_s))
+        return errors, self._drive(self._masters.accepted(wanted.calls, answers, sent_s, sent_s + wanted.within_s))
 
     def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> _Begun:
         """Send ``call`` without waiting for its answer; end with ``_end``."""
@@ -506,3 +508,19 @@ class BlockingDriver:
 
 def _left_s(until_s: float) -> float:
     return max(until_s - time.monotonic(), 0.0)
+
+
+def _move(engine: TransferEngine, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
+    """Move the requests and return one outcome each; each moves at most twice."""
+    until_s = time.monotonic() + deadline_s
+    try:
+        engine.transfer(requests, deadline_s)
+        return [None] * len(requests)
+    except TanghuluError as error:
+        if len(requests) == 1:
+            return [error]
+    try:  # again, to find the failing ones: the same bytes to the same places
+        left_s = max(until_s - time.monotonic(), 0.0)
+        return list(engine.submit(TransferBatch(requests)).wait(left_s).errors)
+    except TanghuluError as error:
+        return [error] * len(requests)

@@ -74,9 +74,9 @@ class NodeSessions:
         welcome = messages.welcome(reply)
         if welcome.instance_id != peer and target.unix_path is not None:
             self._of_others[peer] = target.unix_path
-            raise OtherNode(f"at {target.unix_path} {welcome.instance_id} listens, not {peer}")
+            raise OtherNode(f"{welcome.instance_id} listens at {target.unix_path}, not {peer}")
         if welcome.instance_id != peer:
-            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
+            raise NodeUnavailable(f"{welcome.instance_id} listens at {target.address} now, not {peer}; try again")
         known = self._welcomes.get(peer)
         if known is not None and known.session != welcome.session:
             self._close_links(known)
@@ -137,7 +137,7 @@ class NodeSessions:
         """Return the open segment of ``node``, or the description of one to open."""
         welcome = self._welcomes.get(node)
         if welcome is None:
-            return NodeUnavailable(f"the connection to {node} was lost")
+            return NodeUnavailable(f"the connection to {node} was lost; try again")
         link = self._links.get((welcome.session, copies))
         return link if link is not None and link.remote.alive else welcome
 
@@ -175,7 +175,7 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) 
         return Target(owner_address(peer), None, settings.uses_unix)
     node = nodes.get(peer)
     if node is None:
-        raise NodeUnavailable(f"node {peer} is not known at the master (any more)")
+        raise NodeUnavailable(f"node {peer} is not registered at the master; is it running?")
     if nodes.is_silent(peer, now_s):
         raise silent(peer)
     near = settings.uses_unix and node.host_id == settings.host_id and bool(node.unix_path)
@@ -184,7 +184,7 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) 
 
 def silent(peer: PeerId) -> NodeUnavailable:
     """Return the error for a node that is not called for a while."""
-    return NodeUnavailable(f"node {peer} did not answer a moment ago")
+    return NodeUnavailable(f"node {peer} did not answer a moment ago; try again in a few seconds")
 
 
 def refuse_closed(opened_by: int, connect: str) -> None:

@@ -59,14 +59,14 @@ class LateLeases:
         is_done = True
         for node, lease_ids in self._leases.take_dropped().items():
             target = self._targets.get(node)
-            if target is not None and not self._tell(node, target, lease_ids):
+            if target is not None and not self._return(node, target, lease_ids):
                 is_done = False
                 for lease_id in lease_ids:
                     self._leases.hold(node, lease_id)
                     self._leases.dropped.append((node, lease_id))
         return is_done
 
-    def _tell(self, node: PeerId, target: Target, lease_ids: list[int]) -> bool:
+    def _return(self, node: PeerId, target: Target, lease_ids: list[int]) -> bool:
         try:
             connection = FastConnection(target.address, target.unix_path, _ATTEMPT_S, tls=self._tls)
         except PeerSilent:

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic import query as directory
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.directory_client import call_master, call_owners, refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, owner_peer
-from tanghulu.store.client.logic.query import call_node
+from tanghulu.store.client.logic.query import KEYS_PER_CALL, call_node, leaders_nodes, valid_keys
 from tanghulu.store.client.model import MasterView, TenantView
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import NodesRequest, ReplicateRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
-from tanghulu.store.protocol.types import validate_keys
 
 #: Longest wait for a stalled master; the others have answered.
 _MASTER_S = 2.0
@@ -25,17 +23,17 @@ _MASTER_S = 2.0
 MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
 
 
-def drain(context: Context, node: str, draining: bool) -> Logic[None]:
+def drain(context: Context, deadline: Deadline, node: str, draining: bool) -> Logic[None]:
     """Have the node refuse new chunks (the master then has its chunks copied away), or accept them again."""
-    yield from call_node(context, node, methods.DRAIN.call(m.DrainRequest(draining)))
+    yield from call_node(context, deadline, node, methods.DRAIN.call(m.DrainRequest(draining)))
     context.nodes.expire()
 
 
-def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> Logic[m.Evicted]:
+def evict(context: Context, deadline: Deadline, node: str, keys: Sequence[str], num_bytes: int) -> Logic[m.Evicted]:
     """Evict those of ``keys`` that are present, unread and not pinned hard, then ``num_bytes`` by the policy."""
-    validate_keys(keys)
+    keys = valid_keys(keys)
     num_bytes = whole("num_bytes", num_bytes, 0, MAX_BYTES)
-    reply = yield from call_node(context, node, methods.EVICT.call(m.EvictRequest(keys, num_bytes)))
+    reply = yield from call_node(context, deadline, node, methods.EVICT.call(m.EvictRequest(keys, num_bytes)))
     for key in keys:
         context.locations.forget(key)
     evicted: m.Evicted = reply.message
@@ -44,18 +42,18 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
 
 def replicate(context: Context, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
     """Ask the master to keep copies of each of ``keys`` on several nodes for a while; return how many it accepted."""
-    validate_keys(keys)
+    keys = valid_keys(keys)
     holders, for_s = whole("holders", holders, 0, MAX_HOLDERS), above_zero("for_s", for_s)
     num_taken = 0
-    for start in range(0, len(keys), directory.KEYS_PER_CALL):
-        part = keys[start : start + directory.KEYS_PER_CALL]
+    for start in range(0, len(keys), KEYS_PER_CALL):
+        part = keys[start : start + KEYS_PER_CALL]
         request = ReplicateRequest(part, holders, for_s)
         reply = yield from call_owners(context, deadline, methods.REPLICATE.call(request))
         num_taken += reply.message.num_taken
     return num_taken
 
 
-def masters(context: Context) -> Logic[list[MasterView]]:
+def masters(context: Context, deadline: Deadline) -> Logic[list[MasterView]]:
     """Return the masters that own ranges of keys, by their first range, with the keys known to each."""
     yield from refresh_owners(context, MASTER)
     owners = context.masters.owners
@@ -84,9 +82,9 @@ def _master_view(
     return MasterView(address, tuple(ranges), term, reply.leading, reply.num_keys, reply.rebuilding_ranges)
 
 
-def tenants(context: Context) -> Logic[list[TenantView]]:
+def tenants(context: Context, deadline: Deadline) -> Logic[list[TenantView]]:
     """Return all tenants by name, summed over the nodes; a tenant sees only itself. Raises any node's error."""
-    views = yield from directory.leaders_nodes(context)
+    views = yield from leaders_nodes(context, deadline)
     call = methods.TENANTS.call(m.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
     by_tenant: dict[str, list[m.TenantFigures]] = {}
@@ -116,13 +114,15 @@ def _sum_up(tenant: str, usages: Sequence[m.TenantFigures], capacity_bytes: int)
     )
 
 
-def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[m.VerifiedPage]:
+def verify(
+    context: Context, deadline: Deadline, node: str, after: str, drop_corrupt: bool, report: bool
+) -> Logic[m.VerifiedPage]:
     """Return the node's chunks behind the key ``after``, compared with their checksums; optionally drop corrupt ones.
 
     ``report`` has the node report all its chunks to the master again.
     """
     after = text("after", after)
     request = m.VerifyRequest(after, drop_corrupt=drop_corrupt, report=report)
-    reply = yield from call_node(context, node, methods.VERIFY.call(request))
+    reply = yield from call_node(context, deadline, node, methods.VERIFY.call(request))
     page: m.VerifiedPage = reply.message
     return page

@@ -113,7 +113,7 @@ def _open_buffer(
 ) -> Logic[tuple[BufferWriter, int] | None]:
     """Request a write buffer from ``node`` if that pays now; return it and the value's position in it."""
     buffers, now_s = context.write_buffers, context.clock.now_s()
-    if not buffers.may_ask(node, size_bytes, now_s, often=often):
+    if not buffers.may_request(node, size_bytes, now_s, often=often):
         return None
     (answer,) = yield CallPeers(((node, methods.OPEN_BUFFER.call(OpenBufferRequest(size_bytes))),))
     given = None if isinstance(answer, TanghuluError) else answer.message.place
@@ -283,7 +283,7 @@ def _commit_at_nodes(
         items = [CommitItem(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
         num_accepted = sum(each.result is CommitResult.ACCEPTED for each in filled)
         request = CommitRequest(
-            items, aborted, options.visible, deadline.remaining_ms(), num_accepted, generation, *term
+            items, aborted, options.visible, deadline.remaining_ms(), num_accepted, generation, term
         )
         calls.append((node, methods.COMMIT.call(request)))
         committed.append(filled)

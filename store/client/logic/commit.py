@@ -17,6 +17,7 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.directory_client import refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
+from tanghulu.store.client.logic.key_owners import counts
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol import methods
@@ -64,7 +65,11 @@ class PutOp:
             return Status(self.new.key, False, len(self.placed))
         if self.existed:
             return Status(self.new.key, True, 1)
-        return Status(self.new.key, error=self.error or NodeUnavailable("no store node took the value"))
+        return Status(
+            self.new.key,
+            error=self.error
+            or NodeUnavailable("no store node accepted the value; check that nodes run and are not draining"),
+        )
 
 
 class CommitCall:
@@ -88,8 +93,8 @@ class CommitCall:
             commits = []
             for new in map(items.__getitem__, positions):
                 term = context.masters.fence.newest if owners is None else owners.term_of(new.key)
-                commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
-            self.calls.append((peer, _call(commits)))
+                commits.append(ClientCommit(node, generation, new.key, new.version, new.size_bytes, term))
+            self.calls.append((peer, methods.COMMIT_KEYS.call(CommitKeysRequest(commits))))
 
     def results(self, answers: Sequence[messages.AnyReply | TanghuluError | None]) -> list[CommitResult]:
         """Return one result per item, from an answer for each of ``calls``; ASK_NODE replaces an invalid answer."""
@@ -98,32 +103,17 @@ class CommitCall:
             if answer is None or isinstance(answer, TanghuluError):
                 is_away = answer is not None and peer != MASTER
                 self.moved = self.moved or is_away or isinstance(answer, KeysMoved)
-            elif self._counts(peer, positions, answer):
-                terms.append(Term(answer.message.term, answer.message.term_of))
-                for position, result in zip(positions, _results_in(answer, len(positions)), strict=True):
+            elif len(answer.message.results) == len(positions) and self._counts(peer, positions, answer):
+                terms.append(answer.message.signature.term)
+                for position, result in zip(positions, answer.message.results, strict=True):
                     results[position] = result
         self.term = min(terms, default=NO_TERM)
         return results
 
     def _counts(self, peer: PeerId, positions: Sequence[int], answer: messages.AnyReply) -> bool:
         owners = self._masters.owners
-        if owners is None or peer == MASTER:
-            return owners is None and peer == MASTER
-        numbers = [owners.range_of(self._news[position].key) for position in positions]
-        return owners.believes(peer, numbers, answer.message.term, answer.message.term_of)
-
-
-def _call(commits: list[ClientCommit]) -> messages.AnyCall:
-    if len(commits) == 1:
-        return methods.COMMIT_KEY.call(commits[0])
-    return methods.COMMIT_KEYS.call(CommitKeysRequest(commits))
-
-
-def _results_in(answer: messages.AnyReply, num_items: int) -> list[CommitResult]:
-    if num_items == 1:
-        return [answer.message.commit_result]
-    results: list[CommitResult] = answer.message.commit_results
-    return results if len(results) == num_items else [CommitResult.ASK_NODE] * num_items
+        numbers = [] if owners is None else [owners.range_of(self._news[position].key) for position in positions]
+        return counts(owners, peer, numbers, answer.message.signature)
 
 
 def commit_by_client(
@@ -169,6 +159,6 @@ def take_results(
             op.error = answer
         return
     message: PutReply = answer.message
-    context.masters.fence.admits(message.term, message.term_of)
+    context.masters.fence.admits(message.term)
     for op, result in zip(ops, message.results, strict=True):
         op.take_result(node, result)

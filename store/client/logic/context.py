@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -33,12 +33,18 @@ def _versions() -> Iterator[int]:
     return itertools.count(secrets.randbits(43) << 20 | 1)
 
 
+def no_flush() -> None:
+    """Return no leases: there is no driver, or it is closed."""
+
+
 @dataclass
 class Context:
     """One client's state between operations. ``mapped``: the nodes of this host whose memory is mapped.
 
     ``greeted`` are the nodes to which the driver keeps connections; it has to close those to ``departed`` ones, since
     an open mapping keeps all memory of a process that is gone.
+
+    ``flush``, set by the driver, returns unneeded leases soon, without waiting for a next call.
 
     ``wait_s``: seconds that one call may wait at the master. ``waits_for_master``: whether operations wait until a
     rebuilding master knows their keys. ``streams``: values of up to 1 MiB travel inside messages where memory is not
@@ -64,6 +70,7 @@ class Context:
     greeted: set[PeerId] = field(default_factory=set)
     departed: set[PeerId] = field(default_factory=set)
     versions: Iterator[int] = field(default_factory=_versions)
+    flush: Callable[[], None] = no_flush
 
     def access(self, node: PeerId, now_s: float) -> Access:
         """Return this client's access to the memory of ``node``; MAPPED only if alive: beat recent, other end open."""
@@ -107,7 +114,8 @@ class Context:
             self.mapped[node] = MappedNode(link, index, welcome.generation)
 
     def close(self) -> None:
-        """Forget all mapped memory, as the client is closed."""
+        """Forget all mapped memory and the driver, as the client is closed."""
+        self.flush = no_flush
         self.mapped.clear()
         self.write_buffers.close()
 

@@ -96,7 +96,7 @@ def refresh_owners(context: Context, informant: PeerId) -> Logic[bool]:
     known = context.masters.owners
     others = [] if known is None else sorted({MASTER, *known.peers} - {informant})
     for peer in (informant, *([context.rng.choice(others)] if others else ())):
-        request = MastersRequest() if known is None else MastersRequest(known.map.version, known.map.cluster)
+        request = MastersRequest.newer_than(None if known is None else known.map)
         (outcome,) = yield CallPeers([(peer, methods.MASTERS.call(request))], _MAP_S, waits=False)
         if not isinstance(outcome, TanghuluError):
             return context.take_masters(outcome.message)

@@ -7,7 +7,7 @@ a key without further cached holders is looked up at the master, once; then its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ from tanghulu.store.client.logic.effects import (
     portions,
 )
 from tanghulu.store.client.logic.leases import LeasedMemory
-from tanghulu.store.client.logic.ranges import GetOp, Proof, too_small
+from tanghulu.store.client.logic.ranges import GetOp, ValueCheck, too_small
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Found, GetReply
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
@@ -86,7 +86,7 @@ class _Pinned:
 
     def matches(self) -> bool:
         """Return whether the received bytes match the checksums of the put."""
-        if self.op.proof is not None and self.op.proof.holds():
+        if self.op.value_check is not None and self.op.value_check.holds():
             return True
         if self.running is not None and self.running.complete:
             return sums.are_from(self.running.end(), self.found.checksums, self.begin)
@@ -96,26 +96,26 @@ class _Pinned:
         return not checksums.parts or sums.compute_joined(self.arrived, checksums.part_bytes).parts == checksums.parts
 
 
-def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Callable[[], None]) -> Logic[None]:
-    """Set the ``result`` of all ``ops`` without one; closing a Chunk without a copy calls ``flush``."""
+def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp]) -> Logic[None]:
+    """Set the ``result`` of all ``ops`` without one."""
     for op in ops:
         if op.result is None:
             _look_locally(context, op)
-    yield from _rounds(context, deadline, [op for op in ops if op.result is None], flush)
+    yield from _rounds(context, deadline, [op for op in ops if op.result is None])
 
 
-def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[Chunk | int]:
+def fetch_one(context: Context, deadline: Deadline, op: GetOp) -> Logic[Chunk | int]:
     """``fetch`` for one key, by far the most frequent call; return its result, or raise its error."""
     _look_locally(context, op)
     if op.result is None:
-        yield from _fetch_one(context, deadline, op, flush)
+        yield from _fetch_one(context, deadline, op)
     assert op.result is not None
     if isinstance(op.result, TanghuluError):
         raise op.result
     return op.result
 
 
-def _fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[None]:
+def _fetch_one(context: Context, deadline: Deadline, op: GetOp) -> Logic[None]:
     """Call the likely holder without grouping into a round; try other holders in rounds."""
     guessed = not op.holders
     if guessed:  # a node of this host is asked before the master, unless its index would have shown the key
@@ -125,12 +125,12 @@ def _fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[
         alone = len(op.holders) == 1 and not guessed
         call = messages.get((op.key,), context.inline_bytes(node), deadline.remaining_ms())
         (outcome,) = yield CallPeers(((node, call),), None if alone else _patience_s(deadline))
-        yield from _take_answers(context, deadline, [(node, (op,), outcome)], flush)
+        yield from _take_answers(context, deadline, [(node, (op,), outcome)])
     if op.result is None:
-        yield from _rounds(context, deadline, [op], flush)
+        yield from _rounds(context, deadline, [op])
 
 
-def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
+def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp]) -> Logic[None]:
     rebuilt = Rebuilt(directory_client.patience(context, deadline), directory_client.rebuilding_backoff(context))
     while open_ops:
         unknown = [op for op in open_ops if not op.holders]
@@ -141,7 +141,7 @@ def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: 
             if op.result is None and op.holders:
                 groups.setdefault(op.holders[0], []).append(op)
         if groups:
-            yield from _round(context, deadline, groups, flush)
+            yield from _round(context, deadline, groups)
         open_ops = [op for op in open_ops if op.result is None]
 
 
@@ -284,9 +284,7 @@ def _await_rebuild(rebuilt: Rebuilt, ops: list[GetOp]) -> Logic[None]:
 # --- one round
 
 
-def _round(
-    context: Context, deadline: Deadline, groups: dict[PeerId, list[GetOp]], flush: Callable[[], None]
-) -> Logic[None]:
+def _round(context: Context, deadline: Deadline, groups: dict[PeerId, list[GetOp]]) -> Logic[None]:
     called = {node: ops[:KEYS_PER_GET] for node, ops in groups.items()}
     remaining_ms = deadline.remaining_ms()
     calls = [
@@ -296,7 +294,7 @@ def _round(
     others = len(called) > 1 or any(len(op.holders) > 1 for ops in called.values() for op in ops)
     outcomes = yield CallPeers(calls, _patience_s(deadline) if others else None)
     answers = [(node, ops, outcome) for (node, ops), outcome in zip(called.items(), outcomes, strict=True)]
-    yield from _take_answers(context, deadline, answers, flush)
+    yield from _take_answers(context, deadline, answers)
 
 
 def _patience_s(deadline: Deadline) -> float:
@@ -308,7 +306,6 @@ def _take_answers(
     context: Context,
     deadline: Deadline,
     answers: Sequence[tuple[PeerId, Sequence[GetOp], messages.AnyReply | TanghuluError]],
-    flush: Callable[[], None],
 ) -> Logic[None]:
     """Take each node's answer, and read the pinned chunks. No unneeded lease is left, however this ends."""
     pinned: list[_Pinned] = []
@@ -316,7 +313,7 @@ def _take_answers(
         for node, ops, outcome in answers:
             _take_answer(context, deadline, node, ops, outcome, pinned)
         if pinned:
-            yield from _read_pinned(context, pinned, flush)
+            yield from _read_pinned(context, pinned)
     finally:
         for each in pinned:
             if each.found.lease_id and not each.keeps_lease and not each.given_back:
@@ -335,10 +332,10 @@ def _take_answer(
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
         return
-    context.masters.fence.admits(outcome.message.term, outcome.message.term_of)
+    context.masters.fence.admits(outcome.message.term)
     answers = list(_found(outcome.message, outcome.attachment))
     if not answers:
-        _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
+        _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} sent an empty answer"))
     for op, answer in zip(ops, answers, strict=False):  # omitted keys are requested in the next round
         if isinstance(answer, TanghuluError):
             _holder_failed(context, op, node, answer)
@@ -404,7 +401,7 @@ def _take_inline(op: GetOp, found: Found, value: memoryview) -> bool:
 # --- values pinned on their node
 
 
-def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], None]) -> Logic[None]:
+def _read_pinned(context: Context, pinned: list[_Pinned]) -> Logic[None]:
     requests: list[TransferRequest] = []
     moving: list[_Pinned] = []
     links: dict[tuple[PeerId, bool], NodeLink | TanghuluError] = {}
@@ -423,7 +420,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
             continue
         each.begin, each.end = span
         if each.op.buffer is None and not each.op.pieces and link.view is not None:
-            _look_at(context, each, link, flush)
+            _look_at(context, each, link)
         else:
             parts = _requests(context, each, link)
             requests += parts
@@ -438,7 +435,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
     yield from _finish(context, pinned, links)
 
 
-def _look_at(context: Context, each: _Pinned, link: NodeLink, flush: Callable[[], None]) -> None:
+def _look_at(context: Context, each: _Pinned, link: NodeLink) -> None:
     """Return the node's own bytes to the caller without a copy, and keep the lease."""
     found, node = each.found, each.node
     assert link.view is not None
@@ -451,7 +448,7 @@ def _look_at(context: Context, each: _Pinned, link: NodeLink, flush: Callable[[]
     leases, lease_id = context.leases, found.lease_id
     address, length = link.address + found.offset + span[0], span[1] - span[0]
     memory = LeasedMemory(address, length, link.view, lambda: leases.drop(node, lease_id))
-    each.op.result = Chunk(each.op.key, found.version, np.asarray(memory), flush)
+    each.op.result = Chunk(each.op.key, found.version, np.asarray(memory), context.flush)
     each.keeps_lease = True
 
 
@@ -463,9 +460,9 @@ def _requests(context: Context, each: _Pinned, link: NodeLink) -> list[TransferR
         buffers = [op.buffer]
     else:
         buffers = [Buffer(context.memory.take(length))]
-    digest: Proof | sums.RunningChecksums | None = op.proof
-    if op.proof is not None:
-        op.proof.begin()
+    digest: ValueCheck | sums.RunningChecksums | None = op.value_check
+    if op.value_check is not None:
+        op.value_check.begin()
     elif found.checksums.parts:
         digest = each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
     at, made, arrived = found.offset + each.begin, list[TransferRequest](), list[memoryview]()
@@ -523,4 +520,6 @@ def not_found(key: str) -> ChunkNotFound:
 
 def mismatch(key: str, node: PeerId, found: Found) -> ChecksumMismatch:
     """Build the ChecksumMismatch for bytes damaged on the way, or at their holder."""
-    return ChecksumMismatch(f"the {found.size_bytes} bytes of {key!r} that arrived from {node} are not what was put")
+    return ChecksumMismatch(
+        f"the {found.size_bytes} bytes of {key!r} from {node} do not match the checksums of the put"
+    )

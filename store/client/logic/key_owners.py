@@ -6,7 +6,7 @@ then on splits its calls by owner:
 
     call                 split                                  joined
     LOCATE, WAIT         by owner of each key, in their order   by position
-    COMMIT_KEY(S)        by owner of each key (``commit``)      by position
+    COMMIT_KEYS          by owner of each key (``commit``)      by position
     REPLICATE            by owner of each key                   sum
     LIST_KEYS            all owners, each for its ranges        merged by key, cut at the limit
     NODES of an operator all owners, each for its ranges        by node, chunks summed; drained if all say so
@@ -45,7 +45,7 @@ from tanghulu.store.protocol.directory_messages import (
 from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of, range_of
 from tanghulu.store.protocol.messages import LocateReply, LocateRequest, Location, MastersReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import LeaseProofs, Term, TermFence
+from tanghulu.store.protocol.terms import LeaseProofs, Signature, Term, TermFence
 
 #: One master's answer for the keys, or ranges, at these positions of a call.
 Answer: TypeAlias = tuple[Sequence[int], Any]
@@ -76,15 +76,22 @@ class KeyOwners:
         """Return the term that a master must know to accept a commit of ``key``."""
         return Term(self.map.term_of(self.range_of(key)), self.map.cluster)
 
-    def believes(self, peer: PeerId, numbers: Iterable[int], term: int, term_of: int) -> bool:
-        """Return whether an answer of ``peer``, which knew the map up to ``term``, counts for these ranges."""
+    def accepts(self, peer: PeerId, numbers: Iterable[int], term: Term) -> bool:
+        """Return whether an answer of ``peer``, which knew the map of ``term``, counts for these ranges."""
         known = self.map
-        return term_of == known.cluster and all(
-            self._peers[number] == peer and known.terms[number] <= term for number in numbers
+        return term.cluster == known.cluster and all(
+            self._peers[number] == peer and known.terms[number] <= term.number for number in numbers
         )
 
     def __repr__(self) -> str:
         return f"KeyOwners({self.map})"
+
+
+def counts(owners: KeyOwners | None, peer: PeerId, numbers: Iterable[int], signature: Signature) -> bool:
+    """Return whether an answer of ``peer`` counts for these ranges; ``owners`` None: the leader owns everything."""
+    if owners is None or peer == MASTER:
+        return owners is None and peer == MASTER
+    return owners.accepts(peer, numbers, signature.term)
 
 
 class KnownMasters:
@@ -178,17 +185,17 @@ class SplitCall:
                 self._answers.append((positions, outcome.message))
                 done.update(positions)
             else:
-                failure = NotLeader(f"{peer or 'a master'} answered for keys that it does not own any more")
+                failure = NotLeader(f"{peer or 'a master'} answered for keys that it no longer owns; try again")
         self._open = [position for position in self._open if position not in done]
         if self._open and failure is None:
-            failure = MasterUnavailable("no master owns these keys now; a lost one is replaced when its lease is over")
+            failure = MasterUnavailable(
+                "no master owns these keys now; another takes over when the lease of a lost one expires"
+            )
         return failure
 
     def _counts(self, peer: PeerId, positions: Sequence[int], outcome: Reply[Any], owners: KeyOwners | None) -> bool:
-        if owners is None or peer == MASTER:
-            return owners is None and peer == MASTER
-        numbers = {self._range(owners, position) for position in positions}
-        return owners.believes(peer, numbers, outcome.message.term, outcome.message.term_of)
+        numbers = () if owners is None else {self._range(owners, position) for position in positions}
+        return counts(owners, peer, numbers, outcome.message.signature)
 
     def reply(self) -> Reply[Any]:
         """Return all answers joined into one."""

@@ -19,7 +19,7 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Logic, PeerId, Sleep, is_owner, owner_address
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import ProveReply, ProveRequest
-from tanghulu.store.protocol.terms import Renewals, Term
+from tanghulu.store.protocol.terms import Signature
 from tanghulu.types import Address
 
 #: A shorter wait for the master is not logged.
@@ -64,7 +64,7 @@ class MasterCalls:
         may_be_stale = waits and not finder.several  # a master that restarted has closed its old connections
         attempt_s = min(left_s, ATTEMPT_S) if finder.several else left_s
         while True:
-            asked = finder.current
+            tried = finder.current
             (outcome,) = yield from self._exchange(calls, attempt_s)
             if not isinstance(outcome, MasterUnavailable | NodeUnavailable | DeadlineExceeded):
                 return outcome
@@ -74,7 +74,7 @@ class MasterCalls:
                 continue
             failure = master_failure(finder.masters, outcome, now_s - began_s)
             seeking = seeking or Seeking(finder, began_s, left_s, waits=waits)
-            pause_s = seeking.pause_s(asked, failure, now_s)
+            pause_s = seeking.pause_s(tried, failure, now_s)
             if pause_s is None:
                 return failure
             yield Sleep(pause_s)
@@ -85,9 +85,9 @@ class MasterCalls:
     ) -> Logic[list[Reply[Any] | TanghuluError]]:
         sent_s = self._now_s()
         outcomes = yield CallPeers(calls, left_s)
-        return (yield from self.believed(calls, outcomes, sent_s, sent_s + left_s))
+        return (yield from self.accepted(calls, outcomes, sent_s, sent_s + left_s))
 
-    def believed(
+    def accepted(
         self,
         calls: Sequence[tuple[PeerId, Call[Any]]],
         outcomes: list[Reply[Any] | TanghuluError],
@@ -96,23 +96,25 @@ class MasterCalls:
     ) -> Logic[list[Reply[Any] | TanghuluError]]:
         """Return the acceptable ``outcomes`` of ``calls`` sent at ``sent_s``; NotLeader replaces the others."""
         for place, (peer, _) in enumerate(calls):
-            outcome = obeyed(self._context, outcomes[place], sent_s, peer)
-            if not is_proven(self._context, outcome, peer):
-                failure = yield from self._prove(peer, until_s)
-                outcome = outcome if failure is None else failure
-                if not isinstance(outcome, TanghuluError) and not is_proven(self._context, outcome, peer):
-                    outcome = NotLeader("a master answered that could not prove that it still leads")
-            outcomes[place] = outcome
+            outcome = outcomes[place] = admitted(self._context, outcomes[place], sent_s, peer)
+            if isinstance(outcome, TanghuluError):
+                continue
+            signature: Signature = outcome.message.signature
+            if not self._context.masters.proofs_of(peer).accepts(signature, self._now_s()):
+                outcomes[place] = (yield from self._prove(peer, signature, until_s)) or outcome
         return outcomes
 
-    def _prove(self, peer: PeerId, until_s: float) -> Logic[TanghuluError | None]:
-        """Have ``peer`` prove that its lease is valid; return the error if it did not."""
-        sent_s = self._now_s()
+    def _prove(self, peer: PeerId, signature: Signature, until_s: float) -> Logic[TanghuluError | None]:
+        """Have ``peer`` prove the lease of its answer with ``signature``; return the error if it did not."""
+        proofs, sent_s = self._context.masters.proofs_of(peer), self._now_s()
         (proof,) = yield CallPeers([(peer, methods.PROVE.call(ProveRequest()))], max(until_s - sent_s, 0.0))
         if isinstance(proof, TanghuluError):
             return proof
-        take_proof(self._context, proof.message, sent_s, peer)
-        return None
+        reply: ProveReply = proof.message
+        proofs.record(reply.signature.term, sent_s, reply.renewals, reply.ttl_ms / 1000)
+        if proofs.accepts(signature, self._now_s()):
+            return None
+        return NotLeader("the master could not prove that its lease is valid; retry to find the one that leads")
 
 
 def master_failure(master: Masters | Address, error: TanghuluError, waited_s: float = 0.0) -> TanghuluError:
@@ -123,39 +125,22 @@ def master_failure(master: Masters | Address, error: TanghuluError, waited_s: fl
     return error
 
 
-def obeyed(
+def admitted(
     context: Context, outcome: Reply[Any] | TanghuluError, sent_s: float = float("-inf"), peer: PeerId = MASTER
 ) -> Reply[Any] | TanghuluError:
     """Return a master's answer, or NotLeader if a leader of a later term is known here or to a mapped node.
 
-    ``sent_s``: time of the call, for ``is_proven``. Only the caller can decide whether an owner still owns the keys of
-    its answer (see ``KeyOwners.believes``).
+    ``sent_s``: time of the call, for ``LeaseProofs``. Only the caller can decide whether an owner still owns the keys
+    of its answer (see ``KeyOwners.accepts``).
     """
-    if isinstance(outcome, TanghuluError) or not outcome.message.term:
+    if isinstance(outcome, TanghuluError) or not outcome.message.signature.term.number:
         return outcome  # one that was not elected: there is no other
-    message, fence = outcome.message, context.masters.fence
+    signature, fence = outcome.message.signature, context.masters.fence
     if peer == MASTER:
         for mapped in tuple(context.mapped.values()):
-            fence.admits(*mapped.index.term)
-        if not fence.admits(message.term, message.term_of):
-            term, newest = message.term, fence.newest.number
+            fence.admits(mapped.index.term)
+        if not fence.admits(signature.term):
+            term, newest = signature.term.number, fence.newest.number
             return NotLeader(f"a master of term {term} answered, and one of term {newest} has led since")
-    context.masters.proofs_of(peer).answered(message.term, message.term_of, message.renewals, sent_s)
+    context.masters.proofs_of(peer).answered(signature, sent_s)
     return outcome
-
-
-def is_proven(context: Context, outcome: Reply[Any] | TanghuluError, peer: PeerId = MASTER) -> bool:
-    """Return whether a master's answer may be accepted; False: it has to prove first that its lease is valid.
-
-    A master that was not elected, or does not count its renewals, needs no proof.
-    """
-    if isinstance(outcome, TanghuluError) or not outcome.message.renewals:
-        return True
-    term = Term(outcome.message.term, outcome.message.term_of)
-    return context.masters.proofs_of(peer).is_proven(term, context.clock.now_s())
-
-
-def take_proof(context: Context, proof: ProveReply, sent_s: float, peer: PeerId = MASTER) -> None:
-    """Take the answer of ``peer`` to PROVE, which was sent at ``sent_s``."""
-    renewals = Renewals(proof.asked_before, Renewals.of(proof.renewals).confirmed)
-    context.masters.proofs_of(peer).record(Term(proof.term, proof.term_of), sent_s, renewals, proof.ttl_ms / 1000)

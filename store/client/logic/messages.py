@@ -13,12 +13,7 @@ from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.directory_messages import (
-    KeyInfo,
-    ListKeysReply,
-    ListKeysRequest,
-    NodesRequest,
-)
+from tanghulu.store.protocol.directory_messages import NodesRequest
 from tanghulu.store.protocol.messages import Found, Reservation, Welcome
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 
@@ -104,14 +99,3 @@ def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
 def nodes() -> AnyCall:
     """Request all nodes, with their present figures."""
     return methods.NODES.call(NodesRequest())
-
-
-def list_keys(prefix: str, after: str, limit: int) -> AnyCall:
-    """Request a page of keys."""
-    return methods.LIST_KEYS.call(ListKeysRequest(prefix, after, limit))
-
-
-def key_page(reply: AnyReply) -> tuple[list[KeyInfo], bool]:
-    """Decode the answer to ``list_keys``: (keys, whether there are more)."""
-    message: ListKeysReply = reply.message
-    return message.keys, message.more

@@ -119,7 +119,7 @@ def _put_in_buffers(context: Context, deadline: Deadline, ops: Sequence[PutOp], 
 def _finish(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
     """Run rounds until every item is done."""
     while open_ops := [op for op in ops if not op.done]:
-        yield from _ask_again(deadline, open_ops)
+        yield from _retry_over_quota(deadline, open_ops)
         ready = [op for op in open_ops if not op.done]
         if ready:
             yield from _round(context, deadline, ready, options)
@@ -146,7 +146,7 @@ def _try_newcomers(context: Context, deadline: Deadline, ops: Sequence[PutOp], o
     yield from _finish(context, deadline, lost, options)
 
 
-def _ask_again(deadline: Deadline, ops: Sequence[PutOp]) -> Logic[None]:
+def _retry_over_quota(deadline: Deadline, ops: Sequence[PutOp]) -> Logic[None]:
     """Retry items that failed only on their tenant's quota: values written beside them can be evicted soon."""
     waiting = [op for op in ops if op.over_quota and not op.candidates]
     if waiting and len(waiting) == len(ops) and deadline.remaining_s() > QUOTA_PAUSE_S:
@@ -205,7 +205,7 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
     known = directory_client.take_nodes(context, reply)
     if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
-        raise InvalidRequest(f"prefer_node={node!r}: no node is called that; there are: {names}")
+        raise InvalidRequest(f"prefer_node={node!r}: there is no such node; known nodes: {names}")
 
 
 def _too_large(new: NewChunk, largest: int) -> InvalidRequest:

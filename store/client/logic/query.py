@@ -1,4 +1,4 @@
-"""Calls to the directory for the user: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
+"""Operations on the directory: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
 
 The master answers calls that wait for others' puts when the keys have been committed, so nothing is polled. A call
 waits for a part of the time only; that, a restarting master, and a change of the leader are all handled by calling
@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 
@@ -29,9 +30,10 @@ from tanghulu.store.client.logic.context import Context, report_reads
 from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.directory_messages import WaitRequest
+from tanghulu.store.protocol.directory_messages import ListKeysRequest, WaitRequest
 from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy, RemoveRequest
-from tanghulu.store.protocol.types import validate_key, validate_keys
+from tanghulu.store.protocol.types import validate_key
+from tanghulu.types import MAX_KEY_BYTES
 
 KEYS_PER_PAGE = 10_000
 KEYS_PER_CALL = 8192
@@ -53,9 +55,41 @@ GONE_S = 10.0
 _GONE_PAUSE_S, _GONE_MOST_S = 0.02, 0.5
 
 
+def as_keys(keys: Sequence[str]) -> Sequence[str]:
+    """Return ``keys`` as a list; raises InvalidRequest for a single key, whose characters would be taken for keys."""
+    if isinstance(keys, list | tuple):
+        return keys
+    if isinstance(keys, str | bytes | bytearray | memoryview):
+        raise InvalidRequest(f"expected a list of keys, not the {type(keys).__name__} {keys!r}; write [{keys!r}]")
+    try:
+        return list(keys)
+    except TypeError:
+        raise InvalidRequest(f"expected a list of keys, not {keys!r}") from None
+
+
+def valid_keys(keys: Sequence[str]) -> Sequence[str]:
+    """Return ``keys`` as a list of valid keys, checked at the speed of a few calls; raises InvalidRequest."""
+    keys = as_keys(keys)
+    with contextlib.suppress(TypeError):  # one of them is not a str: the code below finds out which
+        if not keys or ("".join(keys).isascii() and all(keys) and max(map(len, keys)) <= MAX_KEY_BYTES):
+            return keys
+    for key in keys:
+        validate_key(key)
+    return keys
+
+
+def raise_first(outcomes: Sequence[object]) -> None:
+    """Raise the first error among ``outcomes``, with a note of their number."""
+    errors = [each for each in outcomes if isinstance(each, TanghuluError)]
+    if errors:
+        if len(outcomes) > 1:
+            errors[0].add_note(f"{len(errors)} of {len(outcomes)} failed, the first with this")
+        raise errors[0]
+
+
 def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
     """Return for each key whether a live node holds it, without the location cache."""
-    validate_keys(keys)
+    keys = valid_keys(keys)
     found: list[bool] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
         found += yield from _exist(context, deadline, keys[start : start + KEYS_PER_CALL])
@@ -72,13 +106,15 @@ def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
             return found
         pause_s = backoff.pause_s()
         if patience.remaining_s() <= pause_s:
-            raise DirectoryIncomplete("the master is rebuilding its directory; it cannot say yet which keys exist")
+            raise DirectoryIncomplete(
+                "the master is rebuilding its directory and does not know all keys yet; try again in a few seconds"
+            )
         yield Sleep(pause_s)
 
 
 def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
     """Return the number of leading keys that exist without a gap."""
-    matched, step = 0, _FIRST_PREFIX_STEP
+    keys, matched, step = as_keys(keys), 0, _FIRST_PREFIX_STEP
     while matched < len(keys):
         part = keys[matched : matched + step]
         found = yield from exists(context, deadline, part)
@@ -94,7 +130,7 @@ def wait_for(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic
 
     Raises MasterUnavailable or Overloaded if no call was answered.
     """
-    validate_keys(keys)
+    keys = valid_keys(keys)
     yield from report_reads(context)
     found: list[bool] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
@@ -131,7 +167,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
 
 
 def list_keys(
-    context: Context, deadline: Deadline, prefix: str, limit: int | None = None, after: str = ""
+    context: Context, deadline: Deadline, prefix: str = "", limit: int | None = None, after: str = ""
 ) -> Logic[list[KeyInfo]]:
     """Return all keys with ``prefix`` that sort behind ``after``, in order; at most ``limit``."""
     prefix = text("prefix", prefix)
@@ -143,19 +179,33 @@ def list_keys(
     more = True
     while more and (limit is None or len(keys) < limit):
         page = KEYS_PER_PAGE if limit is None else min(KEYS_PER_PAGE, limit - len(keys))
-        reply = yield from directory_client.call_owners(context, deadline, messages.list_keys(prefix, after, page))
-        got, more = messages.key_page(reply)
+        got, more = yield from key_page(context, deadline, prefix, after, page)
         keys += got
         after = got[-1].key if got else after
         more = more and bool(got)
     return keys
 
 
-def remove(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+def key_page(
+    context: Context, deadline: Deadline, prefix: str, after: str, limit: int
+) -> Logic[tuple[list[KeyInfo], bool]]:
+    """Return up to ``limit`` keys with ``prefix`` behind ``after``, in order, and whether there are more."""
+    request = ListKeysRequest(prefix, after, limit)
+    reply = yield from directory_client.call_owners(context, deadline, methods.LIST_KEYS.call(request))
+    return reply.message.keys, reply.message.more
+
+
+def remove(
+    context: Context, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
+) -> Logic[list[bool | TanghuluError]]:
     """Drop the chunks on all their holders; return for each key whether there was one, or its holder's error."""
+    keys = as_keys(keys)
+    yield from report_reads(context)
     removed: list[bool | TanghuluError] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
         removed += yield from _remove(context, deadline, keys[start : start + KEYS_PER_CALL])
+    if raise_errors:
+        raise_first(removed)
     return removed
 
 
@@ -232,19 +282,16 @@ def remove_matching(context: Context, deadline: Deadline, pattern: str) -> Logic
     Raises DirectoryIncomplete while a rebuilding master cannot list all keys.
     """
     if not text("pattern", pattern):
-        raise InvalidRequest("an empty pattern would remove every key; to remove every key, say '^'")
+        raise InvalidRequest("an empty pattern would remove every key; to remove them all, give '^'")
     try:
         wanted = re.compile(pattern)
     except re.error as error:
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+        raise InvalidRequest(f"{pattern!r} is not a regular expression: {error}") from None
     yield from _await_directory(context, deadline)
-    listing = yield from list_keys(context, deadline, "")
+    listing = yield from list_keys(context, deadline)
     matching = [info.key for info in listing if wanted.search(info.key)]
-    outcomes = yield from remove(context, deadline, matching)
-    for outcome in outcomes:
-        if isinstance(outcome, TanghuluError):
-            raise outcome
-    return sum(1 for outcome in outcomes if outcome is True)
+    outcomes = yield from remove(context, deadline, matching, raise_errors=True)
+    return outcomes.count(True)
 
 
 def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
@@ -256,12 +303,15 @@ def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
             return
         pause_s = backoff.pause_s()
         if patience.remaining_s() <= pause_s:
-            raise DirectoryIncomplete("the master is rebuilding its directory; it cannot list all keys yet")
+            raise DirectoryIncomplete(
+                "the master is rebuilding its directory and cannot list all keys yet; try again in a few seconds"
+            )
         yield Sleep(pause_s)
 
 
 def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     """Return the store's description of the chunk; raises ChunkNotFound, or DirectoryIncomplete while rebuilding."""
+    yield from report_reads(context)
     (nodes,), incomplete = yield from directory_client.locate(context, deadline, [validate_key(key)])
     failure: TanghuluError | None = None
     holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
@@ -275,7 +325,9 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         if info is not None:
             return _located(info, key, nodes or (node,))
     if failure is None and incomplete:
-        failure = DirectoryIncomplete(f"the master is rebuilding its directory and no node has {key!r} yet")
+        failure = DirectoryIncomplete(
+            f"the master is rebuilding its directory and no node has {key!r} yet; try again in a few seconds"
+        )
     raise failure or ChunkNotFound(f"no live node holds {key!r}")
 
 
@@ -294,19 +346,20 @@ def _located(info: ChunkInfo, key: str, nodes: tuple[str, ...]) -> ChunkInfo:
     return msgspec.structs.replace(info, key=key, nodes=nodes)
 
 
-def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
-    """Return the node's eviction policy, after switching to ``name`` unless that is empty."""
-    reply = yield from call_node(context, node, methods.EVICTION.call(EvictionPolicy(name)))
+def eviction_policy(context: Context, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
+    """Return the node's eviction policy, after switching to ``name`` if given."""
+    yield from report_reads(context)
+    reply = yield from call_node(context, deadline, node, methods.EVICTION.call(EvictionPolicy(name or "")))
     policy: EvictionPolicy = reply.message
     return policy.name
 
 
-def call_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
+def call_node(context: Context, deadline: Deadline, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
     """Make one call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
     if text("node", node) not in context.nodes.ids():
-        known = yield from leaders_nodes(context)
+        known = yield from leaders_nodes(context, deadline)
         if all(view.id != node for view in known):
-            raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
+            raise InvalidRequest(f"there is no node {node!r}; known nodes: {', '.join(v.id for v in known) or 'none'}")
     (outcome,) = yield CallPeers([(PeerId(node), call)])
     if isinstance(outcome, TanghuluError):
         raise outcome
@@ -314,7 +367,7 @@ def call_node(context: Context, node: str, call: messages.AnyCall) -> Logic[mess
     return reply
 
 
-def leaders_nodes(context: Context) -> Logic[list[NodeView]]:
+def leaders_nodes(context: Context, deadline: Deadline) -> Logic[list[NodeView]]:
     """Return all nodes as listed by the leader: one of several masters counts the chunks of its own keys only."""
     reply = yield from directory_client.call_master(messages.nodes())
     return directory_client.take_nodes(context, reply)

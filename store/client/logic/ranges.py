@@ -32,7 +32,7 @@ class Range(NamedTuple):
     length: int | None
 
 
-class Proof(Protocol):
+class ValueCheck(Protocol):
     """Verification of a whole value by itself, at the price of one pass over its bytes as they arrive."""
 
     def begin(self) -> None:
@@ -60,7 +60,7 @@ class GetOp:
     buffer: Buffer | None = None
     part: Range | None = None
     pieces: Sequence[Buffer] = ()
-    proof: Proof | None = None
+    value_check: ValueCheck | None = None
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False

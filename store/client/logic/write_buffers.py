@@ -43,7 +43,7 @@ class OpenWriteBuffers:
         place = None if buffer is None else buffer.begin(size_bytes)
         return None if buffer is None or place is None else (buffer, place)
 
-    def may_ask(self, node: PeerId, size_bytes: int, now_s: float, *, often: bool) -> bool:
+    def may_request(self, node: PeerId, size_bytes: int, now_s: float, *, often: bool) -> bool:
         """Return whether to request a write buffer from ``node`` for values of that size now; counts as requested.
 
         ``often``: this put alone has several values. A write buffer whose node only lags in reading its records is not

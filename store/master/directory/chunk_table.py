@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
 
 from tanghulu.store.master.directory.inventories import INVENTORY_BITS, Inventories, InventoryId, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
+from tanghulu.store.protocol.messages import Location
 
 #: Ten million keys of a range make 160,000 in each, which is copied within 10 ms.
 NUM_PARTS = 64
@@ -53,18 +53,6 @@ class Outcome(Enum):
     KEPT = "the node was known as a holder of this version"
     REFUSED = "another version of the key was first; the node drops its copy"
     REFUSED_LOST = "refused, and the node also lost the version it was known to hold"
-
-
-class FoundChunk(NamedTuple):
-    """One key: its version, its size in bytes and the ids of the live nodes that hold it.
-
-    The first ``num_warm`` of them have it in memory, the others on their SSD; each group is in order of arrival.
-    """
-
-    version: int
-    size_bytes: int
-    node_ids: tuple[str, ...]
-    num_warm: int
 
 
 class DirectoryTable:
@@ -137,7 +125,7 @@ class DirectoryTable:
         self._rewrite(key, old_version, size_bytes, holders, rest)
         return is_reported
 
-    def find(self, key: str) -> FoundChunk | None:
+    def find(self, key: str) -> Location | None:
         """Return the chunk and its live holders; None if there are none."""
         entry = self.parts[hash(key) >> PART_SHIFT].get(key)
         if entry is None:
@@ -148,12 +136,12 @@ class DirectoryTable:
             if states[inventory] is not live:
                 return None
             size_bytes, num_warm = (entry >> _HOLDER_BITS) & _SIZE_MASK, 0 if entry & _COLD else 1
-            return FoundChunk(entry >> _VERSION_SHIFT, size_bytes, (owners[inventory],), num_warm)
+            return Location(entry >> _VERSION_SHIFT, size_bytes, (owners[inventory],), num_warm)
         version, size_bytes, all_holders = _unpacked(entry)
         holders = [h for h in all_holders if states[h & _INVENTORY_MASK] is live]
         warm = [owners[h] for h in holders if not h & _COLD]
         node_ids = (*warm, *(owners[h & _INVENTORY_MASK] for h in holders if h & _COLD))
-        return FoundChunk(version, size_bytes, node_ids, len(warm)) if node_ids else None
+        return Location(version, size_bytes, node_ids, len(warm)) if node_ids else None
 
     def holds(self, key: str) -> bool:
         """Return whether a live node holds ``key``."""

@@ -156,17 +156,17 @@ class Directory:
 
     # --- commits of clients
 
-    def commit_by_client(self, said: ClientCommit, inventory: InventoryId, now_s: float) -> CommitResult:
+    def commit_by_client(self, commit: ClientCommit, inventory: InventoryId, now_s: float) -> CommitResult:
         """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
-        key, version, pending = said.key, said.version, self.pending_commits
+        key, version, pending = commit.key, commit.version, self.pending_commits
         if pending.full or not self.rebuild.knows(key) or (key, version) in self._tombstones:
             return CommitResult.ASK_NODE
         found = self.table.find(key)
         if found is not None:
-            is_the_nodes = said.node_id in found.node_ids or key in pending
+            is_the_nodes = commit.node_id in found.node_ids or key in pending
             return CommitResult.ASK_NODE if is_the_nodes else CommitResult.EXISTS
-        self.table.add(inventory, key, version, said.size_bytes)
-        pending.make(key, said.node_id, version, said.size_bytes, now_s)
+        self.table.add(inventory, key, version, commit.size_bytes)
+        pending.make(key, commit.node_id, version, commit.size_bytes, now_s)
         return CommitResult.ACCEPTED
 
     def retract(self, retraction: Removal, node_id: str) -> bool | None:

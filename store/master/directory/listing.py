@@ -6,24 +6,17 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.protocol.directory_messages import KeyInfo
 
 #: Keys without a holder that one page walks over: about 10 ms.
 MAX_DEAD = 4096
 
 
-class KeyListing(NamedTuple):
-    """One key of a listing."""
-
-    key: str
-    found: FoundChunk
-
-
 class KeyPage(NamedTuple):
     """Keys in order; whether there may be more; and where to resume, if the step ended before the page was full."""
 
-    keys: list[KeyListing]
+    keys: list[KeyInfo]
     more: bool
     walked_to: str | None = None
 
@@ -35,7 +28,7 @@ def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, 
     resumes behind ``walked_to`` in another step.
     """
     assert limit > 0
-    listing: list[KeyListing] = []
+    listing: list[KeyInfo] = []
     num_dead = 0
     inclusive = after < prefix
     keys = directory.keys_from(prefix if inclusive else after, inclusive=inclusive)
@@ -48,7 +41,7 @@ def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, 
         if found is not None:
             if len(listing) == limit:
                 return KeyPage(listing, True)
-            listing.append(KeyListing(key, found))
+            listing.append(KeyInfo(key, found.size_bytes, found.version, found.node_ids))
             continue
         num_dead += 1
         if num_dead >= most_dead:

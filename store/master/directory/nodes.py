@@ -48,20 +48,6 @@ class NodeRecord:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSummary:
-    """A registered node with its figures, as shown to callers."""
-
-    instance: Instance
-    capacity_bytes: int
-    used_bytes: int
-    num_chunks: int
-    draining: bool
-    last_seen_s: float = field(compare=False)
-    ssd_capacity_bytes: int = 0
-    ssd_used_bytes: int = 0
-
-
 class RegisteredNodes:
     """The records of all registered nodes, by id, their reports of ranges, and placement among them.
 

@@ -22,13 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from random import Random
-from typing import NamedTuple
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.directory.chunk_table import (
     PART_SHIFT,
     DirectoryTable,
-    FoundChunk,
     inventories_of,
     uncount,
 )
@@ -36,33 +34,19 @@ from tanghulu.store.master.directory.directory import Directory, StaleHolder
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.inventories import Inventories, InventoryId, InventoryState
 from tanghulu.store.master.directory.key_order import KeyOrder
-from tanghulu.store.master.directory.nodes import NodeRecord, NodeSummary, RegisteredNodes
+from tanghulu.store.master.directory.nodes import NodeRecord, RegisteredNodes
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest
 from tanghulu.store.master.directory.rebuild import REBUILD_S, ClusterNodes, NodesInEtcd
 from tanghulu.store.master.directory.report_grants import ReportGrants
-from tanghulu.store.protocol.announcements import NodeAnnouncement, ReportPiece
+from tanghulu.store.protocol.announcements import AnnounceReply, KnownRange, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, bits_of, range_of, ranges_of
+from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, RANGE_SLOTS, bits_of, range_of, ranges_of
+from tanghulu.store.protocol.messages import Location
 from tanghulu.store.protocol.types import MAX_ANNOUNCED, ClientCommit, CommitResult
 
 #: Keys and events kept by the log for followers: as many as there are keys, within these bounds. With more, to start
 #: from a snapshot costs a follower no more. About 8 bytes each while the keys live, 150 when they are gone.
 MIN_LOG_WEIGHT, MAX_LOG_WEIGHT = 1 << 16, 1 << 20
-
-
-class Announced(NamedTuple):
-    """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again.
-
-    ``refused`` are the indexes of rejected entries of the report's piece. ``report_keys``: maximum number of keys in
-    the next piece. ``unreported``: the ranges that no report of the node has covered, or is about to.
-    """
-
-    accepted: list[bool]
-    report_wanted: bool
-    undecided: list[int]
-    refused: Sequence[int] = ()
-    report_keys: int = 0
-    unreported: Sequence[int] = ()
 
 
 class RangeDirectories:
@@ -80,8 +64,7 @@ class RangeDirectories:
         self.cluster = cluster or ClusterNodes(now_s, rebuild_s)
         self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(MIN_LOG_WEIGHT)
-        #: Slots whose unknown keys are missing keys; and the number of leading ones among all slots.
-        self.num_known_slots = self.known_prefix = 0
+        self.num_known_slots = 0  # slots whose unknown keys are missing keys
         self.num_retracted = 0
         self._nodes = RegisteredNodes()
         self._inventories = Inventories()
@@ -160,26 +143,17 @@ class RangeDirectories:
         self._log(DirectoryEventKind.NODE_GONE, node_id)
         self._count_slots()
 
-    def nodes(self) -> list[NodeSummary]:
+    def nodes(self) -> list[NodeRecord]:
         """Return all registered nodes, by id."""
-        return [self._view(self._nodes[node_id]) for node_id in sorted(self._nodes)]
-
-    def _view(self, node: NodeRecord) -> NodeSummary:
-        return NodeSummary(
-            node.instance,
-            node.capacity_bytes,
-            node.used_bytes,
-            self.num_chunks(node.instance.id),
-            node.draining,
-            node.last_seen_s,
-            node.ssd_capacity_bytes,
-            node.ssd_used_bytes,
-        )
+        return [self._nodes[node_id] for node_id in sorted(self._nodes)]
 
     # --- announcements of nodes
 
-    def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
-        """Take an announcement. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
+    def announce(self, announcement: NodeAnnouncement, now_s: float) -> AnnounceReply:
+        """Take an announcement; return the answer as far as it concerns the directory.
+
+        Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation).
+        """
         node = self._nodes.announced(announcement, now_s)
         node_id, report_id, piece = announcement.node_id, announcement.report_id, announcement.piece
         changes: dict[str, bool] = {}  # key -> whether followers must now believe that the node holds it
@@ -203,7 +177,8 @@ class RangeDirectories:
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
         unreported = [number for number in self._nodes.unreported(node, self._owned) if number not in reporting]
         is_silent = bool(unreported) and (not report_id or self._is_void(node, announcement.ranges))
-        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys, unreported)
+        ranges = self._known_ranges(unreported) if unreported or self._unready else ()
+        return AnnounceReply(accepted, undecided, refused, is_broken or is_silent, report_keys, ranges)
 
     def _take_back_unconfirmed(self, announcement: NodeAnnouncement) -> None:
         """Undo clients' overdue commits that the node has had time to name; see PendingCommits."""
@@ -308,9 +283,10 @@ class RangeDirectories:
             else:
                 self._left_over.pop()
 
-    def known_slots(self) -> dict[int, int]:
-        """Return the number of known slots of each owned range that is not completely known now."""
-        return {directory.number: directory.rebuild.num_known_slots for directory in self._unready}
+    def _known_ranges(self, unreported: Sequence[int]) -> list[KnownRange]:
+        """Return the known slots of the ranges that are not completely known, or that a node has yet to report."""
+        known = {directory.number: directory.rebuild.num_known_slots for directory in self._unready}
+        return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
 
     @property
     def owned(self) -> frozenset[int]:
@@ -353,22 +329,19 @@ class RangeDirectories:
         for directory in owned:
             directory.rebuild.update(self._nodes.least_reported(directory.number) if are_all else 0)
         self._unready = [directory for directory in owned if not directory.rebuild.is_ready]
-        known = [directory.rebuild.num_known_slots for directory in self._ranges]
-        first = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), None)
-        self.num_known_slots = sum(known)
-        self.known_prefix = NUM_SLOTS if first is None else first * RANGE_SLOTS + known[first]
+        self.num_known_slots = sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     # --- commits of clients
 
-    def commit_by_client(self, said: ClientCommit, now_s: float) -> CommitResult:
+    def commit_by_client(self, commit: ClientCommit, now_s: float) -> CommitResult:
         """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
-        node = self._nodes.get(said.node_id)
-        if node is None or node.instance.generation != said.generation or node.draining:
+        node = self._nodes.get(commit.node_id)
+        if node is None or node.instance.generation != commit.generation or node.draining:
             return CommitResult.ASK_NODE
-        number = range_of(said.key)
-        result = self._ranges[number].commit_by_client(said, self._inventory(node, number), now_s)
+        number = range_of(commit.key)
+        result = self._ranges[number].commit_by_client(commit, self._inventory(node, number), now_s)
         if result is CommitResult.ACCEPTED:
-            self._log(DirectoryEventKind.STORED, said.node_id, (said.key,))
+            self._log(DirectoryEventKind.STORED, commit.node_id, (commit.key,))
         return result
 
     @property
@@ -383,16 +356,16 @@ class RangeDirectories:
 
     # --- questions of callers
 
-    def find(self, key: str) -> FoundChunk | None:
+    def find(self, key: str) -> Location | None:
         """Return the chunk ``key`` and its live holders, as ``locate`` of one key."""
         return self._tables[range_of(key)].find(key)
 
-    def locate(self, keys: Sequence[str]) -> list[FoundChunk | None]:
+    def locate(self, keys: Sequence[str]) -> list[Location | None]:
         """Return for each key the chunk and its live holders. None means "not found" unless ``is_incomplete``."""
         tables = self._tables
         return [tables[number].find(key) for number, key in zip(ranges_of(keys), keys, strict=True)]
 
-    def locate_to_remove(self, keys: Sequence[str]) -> list[FoundChunk | None]:
+    def locate_to_remove(self, keys: Sequence[str]) -> list[Location | None]:
         """Do as ``locate``; from now on no other node becomes a holder of the versions found."""
         found = self.locate(keys)
         for key, chunk in zip(keys, found, strict=True):
@@ -422,9 +395,9 @@ class RangeDirectories:
         """Return the registered nodes that have yet to report some slots."""
         return [node_id for node_id in self._nodes if self._nodes.unreported(self._nodes[node_id], self._owned)]
 
-    def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
+    def place(self, request: PlacementRequest, rng: Random) -> list[NodeRecord]:
         """Return the nodes for a new chunk, best first (see placement)."""
-        return list(map(self._view, self._nodes.place(request, rng)))
+        return self._nodes.place(request, rng)
 
     def candidates(self) -> dict[str, PlacementCandidate]:
         """Return the nodes as used by placement, by id; a view that changes with them."""
@@ -522,10 +495,7 @@ class RangeDirectories:
         owned = [directory for directory in self._ranges if directory.number in self._owned]
         assert self._unready == [directory for directory in owned if not directory.rebuild.is_ready]
         assert not any(len(directory.table) for directory in self._ranges if directory.number not in self._owned)
-        known = [directory.rebuild.num_known_slots for directory in self._ranges]
-        assert self.num_known_slots == sum(known)
-        whole = next((number for number, slots in enumerate(known) if slots < RANGE_SLOTS), NUM_RANGES)
-        assert self.known_prefix == sum(known[: whole + 1])
+        assert self.num_known_slots == sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     def __repr__(self) -> str:
         num_ready = NUM_RANGES - len(self._unready)

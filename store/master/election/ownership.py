@@ -1,4 +1,7 @@
-"""The driver of RangeElection: talks to etcd, and lets this master serve its ranges, and lead."""
+"""The role of a master: the ranges it owns, whether it leads, and the map of all masters, as used by its calls.
+
+Of one of several masters it is the driver of RangeElection, which talks to etcd.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,10 @@ from tanghulu.store.master.election.range_election import (
     Revoke,
     StepDown,
 )
+from tanghulu.store.protocol.key_slots import ALL_RANGES
+from tanghulu.store.protocol.messages import ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Renewals
+from tanghulu.store.protocol.terms import UNSIGNED, Signature
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -54,6 +59,7 @@ _RETRY_S = 0.2
 _RESIGN_S = 1.0
 #: Interval of checks whether the watch has reported an admitted node: a millisecond or two after the answer.
 _LOOK_S = 0.002
+_WITHOUT_OWNERS = RangeMap.of_one(None)
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,14 @@ class Duties:
 class ProofWaiters:
     """Callers waiting until etcd has confirmed a renewal requested after their call; one renewal serves all.
 
-    ``num_asked`` and ``num_confirmed`` count the renewals of the lease; ``renew`` requests one.
+    ``num_requested`` and ``num_confirmed`` count the renewals of the lease; ``renew`` requests one.
     """
 
     def __init__(
-        self, renew: Callable[[], None], num_asked: Callable[[], int], num_confirmed: Callable[[], int]
+        self, renew: Callable[[], None], num_requested: Callable[[], int], num_confirmed: Callable[[], int]
     ) -> None:
         self._renew = renew
-        self._num_asked = num_asked
+        self._num_asked = num_requested
         self._num_confirmed = num_confirmed
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # for a renewal behind that number
         self._is_renewing = False
@@ -116,7 +122,57 @@ class ProofWaiters:
         return f"ProofWaiters({len(self._waiting)})"
 
 
-class EtcdOwnership:
+class Ownership:
+    """The role of a single master: it leads, owns all ranges, and needs no proof.
+
+    ``EtcdOwnership`` is that of one of several, which ``shares`` the ranges with others.
+    """
+
+    shares = False
+
+    @property
+    def owned(self) -> frozenset[int]:
+        """The ranges that this master serves: those on which its lease is valid. The map may name other ones."""
+        return ALL_RANGES
+
+    @property
+    def map(self) -> RangeMap:
+        """The latest map known to this master; of version 0 before it has seen any."""
+        return _WITHOUT_OWNERS
+
+    @property
+    def signature(self) -> Signature:
+        """The end of every reply: the latest version of the map, its etcd, and the renewals of this master's lease."""
+        return UNSIGNED
+
+    @property
+    def leads(self) -> bool:
+        """Whether this master may answer as the leader now."""
+        return True
+
+    def require_lead(self) -> None:
+        """Raise NotLeader unless this master leads."""
+
+    def refusal(self) -> MasterUnavailable:
+        """Return the error for callers that request keys of other masters."""
+        return KeysMoved.known_in(self.map.version)
+
+    async def prove(self) -> ProveReply:
+        """Prove that this master's lease is valid; raises NotLeader."""
+        return ProveReply()
+
+    def admitting(self, node: Instance) -> contextlib.AbstractAsyncContextManager[None]:
+        """Admit ``node``, whose lease begins in the body. Raises MasterUnavailable or NotLeader."""
+        return contextlib.nullcontext()
+
+    async def keep_admitted(self, present: Callable[[frozenset[str]], frozenset[str]]) -> None:
+        """Forget admitted nodes that are not ``present``, a function that selects present ones among given ids."""
+
+    def __repr__(self) -> str:
+        return "Ownership()"
+
+
+class EtcdOwnership(Ownership):
     """The ranges of one of several masters, whether it leads, and the map of all of them."""
 
     shares = True
@@ -149,7 +205,7 @@ class EtcdOwnership:
         self._calls: set[asyncio.Task[None]] = set()
         self._proofs = ProofWaiters(
             lambda: self._perform(self.election.renew(self._clock.now_s())),
-            lambda: self.election.num_asked,
+            lambda: self.election.num_requested,
             lambda: self.election.num_confirmed,
         )
 
@@ -180,14 +236,10 @@ class EtcdOwnership:
         """The term in which this master leads, or led last."""
         return self.election.term
 
-    def require(self) -> None:
+    def require_lead(self) -> None:
         """Raise NotLeader unless this master leads."""
         if not self.leads:
             raise self._not_leader()
-
-    def refusal(self) -> MasterUnavailable:
-        """Return the error for callers that request keys of other masters."""
-        return KeysMoved.known_in(self._map.version)
 
     def _not_leader(self) -> NotLeader:
         leader = self.election.view.leader
@@ -200,36 +252,39 @@ class EtcdOwnership:
 
         Raises MasterUnavailable or NotLeader; then the node must not be admitted.
         """
-        self.require()
+        self.require_lead()
         async with self.admitted.admitting(node):
             try:
                 async with asyncio.timeout(_CALL_DEADLINE_S):
                     while self.nodes.get(node.id) != node:  # noqa: ASYNC110 - the watch tells, within milliseconds
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
-                raise MasterUnavailable(f"etcd has admitted node {node.id} and not reported it yet") from None
-            self.require()
+                raise MasterUnavailable(
+                    f"etcd has stored node {node.id} but not reported it back yet; register again"
+                ) from None
+            self.require_lead()
             yield
 
-    @property
-    def renewals(self) -> Renewals:
-        """The renewals of this master's lease, as counted by callers."""
-        return self.election.renewals(self._clock.now_s())
+    async def keep_admitted(self, present: Callable[[frozenset[str]], frozenset[str]]) -> None:
+        """Forget admitted nodes that are not ``present``, if this master leads."""
+        admitted = self.admitted
+        if self.leads and admitted.ids - present(admitted.ids):
+            await admitted.keep(lambda: present(admitted.ids))
 
     @property
-    def ttl_s(self) -> float:
-        """Seconds for which a renewal keeps the lease."""
-        return self._ttl_s
+    def signature(self) -> Signature:
+        """The end of every reply; see ``Ownership``."""
+        return Signature(self._map.newest_term, self.election.renewals(self._clock.now_s()).packed)
 
-    async def prove(self) -> int:
-        """Wait until etcd has confirmed a renewal requested after this call; return the number requested before.
+    async def prove(self) -> ProveReply:
+        """Wait until etcd has confirmed a renewal requested after this call.
 
         One renewal serves all waiters. Raises NotLeader if this master owns no range then.
         """
         self._require_any()
-        number = await self._proofs.wait()
+        requested_before = await self._proofs.wait()
         self._require_any()
-        return number
+        return ProveReply(self.signature, requested_before, round(self._ttl_s * 1000))
 
     def _require_any(self) -> None:
         if not self.owned:

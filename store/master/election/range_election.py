@@ -188,7 +188,7 @@ class RangeElection:
         self.view = MastersView()
         self.states = [RangeState.VACANT] * NUM_RANGES
         self._owned: frozenset[int] | None = frozenset()  # those in state OWNED; None: to be counted
-        self.num_asked = 0  # renewals, the grants of leases among them
+        self.num_requested = 0  # renewals, the grants of leases among them
         self.num_confirmed = 0  # the last of them confirmed by etcd
         self.term = 0  # in which this master leads, or led last
         self._is_leading = False
@@ -235,7 +235,7 @@ class RangeElection:
 
         It is never 0, which would mean that no proof is needed.
         """
-        return Renewals(self.num_asked or 1, self.num_confirmed if self.owned(now_s) else 0)
+        return Renewals(self.num_requested or 1, self.num_confirmed if self.owned(now_s) else 0)
 
     # --- events: reports of the watch
 
@@ -264,8 +264,8 @@ class RangeElection:
             return [Revoke(lease)]
         self._applying = False
         self._lease, self._announce_s = lease, now_s
-        self.num_asked += 1
-        self._hold(asked_s, self.num_asked)
+        self.num_requested += 1
+        self._hold(asked_s, self.num_requested)
         return self._act(now_s)
 
     def apply_failed(self, now_s: float) -> None:
@@ -300,8 +300,8 @@ class RangeElection:
         if not self._lease:
             return []
         self._renew_s = now_s + self._ttl_s / RENEWALS
-        self.num_asked += 1
-        return [Renew(self._lease, self.num_asked)]
+        self.num_requested += 1
+        return [Renew(self._lease, self.num_requested)]
 
     def tick(self, now_s: float) -> list[RangeInstruction]:
         """Advance the time: end the lease, or start due renewals and writes; called often."""
@@ -445,7 +445,7 @@ class RangeElection:
     def check(self) -> None:
         """Assert that owned ranges are held under this master's lease, in a term that it has not given up."""
         self.view.check()
-        assert 0 <= self.num_confirmed <= self.num_asked
+        assert 0 <= self.num_confirmed <= self.num_requested
         assert bool(self._lease) == (self._until_s > 0.0)
         assert self._owned is None or self._owned == set(self._in(RangeState.OWNED))
         assert not self._is_leading or self.view.leader_lease == self._lease != 0

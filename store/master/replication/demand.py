@@ -90,11 +90,9 @@ class ReplicaRequests:
         outside of 0 to MAX_REQUEST_S.
         """
         if holders < 1:
-            raise InvalidRequest(f"{holders} holders were asked for; at least one node holds a chunk")
+            raise InvalidRequest(f"holders={holders} must be at least 1")
         if not (math.isfinite(for_s) and 0 < for_s <= MAX_REQUEST_S):
-            raise InvalidRequest(
-                f"copies were asked for {for_s:g} s; it must be above 0 and at most {MAX_REQUEST_S:g} s"
-            )
+            raise InvalidRequest(f"for_s={for_s:g} must be above 0 and at most {MAX_REQUEST_S:g} s")
         num_taken = 0
         for key in keys:
             if key in self._asked or len(self._asked) < MAX_REQUESTED_KEYS:

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementCandidate, place_copy
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
 from tanghulu.store.master.replication.orders import Copy, CopyOrders, Reason
 from tanghulu.store.protocol.announcements import DropOrder, NodeAnnouncement
 from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.messages import Location
 
 #: Seconds for which a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
@@ -153,7 +153,7 @@ class CopyPlanner:
         found = self._directory.find(key)
         return found is not None and found.version == version and node_id in found.node_ids
 
-    def _is_being_removed(self, key: str, found: FoundChunk, now_s: float) -> bool:
+    def _is_being_removed(self, key: str, found: Location, now_s: float) -> bool:
         """Return whether a client is removing the chunk, which then gets no copies; finish for a client that left.
 
         Otherwise a draining node that holds the chunk would never be drained.
@@ -290,7 +290,7 @@ class CopyPlanner:
                 self._wanted_walk.append(key)
                 return
 
-    def _examine(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> bool:
+    def _examine(self, key: str, found: Location, nodes: dict[str, PlacementCandidate], now_s: float) -> bool:
         """Order the missing copies of ``key``; False if there was no room for that now."""
         on_its_way = self.orders.targets_of(key)
         safe = {node_id for node_id in found.node_ids if node_id not in self._drains} | on_its_way
@@ -316,7 +316,7 @@ class CopyPlanner:
         return now_s - self._lacking.setdefault(key, now_s) >= GRACE_S
 
     def _copy(
-        self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], reason: Reason, now_s: float
+        self, key: str, found: Location, nodes: dict[str, PlacementCandidate], reason: Reason, now_s: float
     ) -> bool:
         """Order one more copy; True also if no node could ever take it, which a later walk finds again."""
         if self._is_being_removed(key, found, now_s):
@@ -333,7 +333,7 @@ class CopyPlanner:
         self.orders.order(Copy(key, found.version, found.size_bytes, source, target.node_id, reason), now_s)
         return True
 
-    def _fill_with(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
+    def _fill_with(self, key: str, found: Location, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
         """Move the chunk to a node being filled, if one lacks it and its fullest holder is fuller."""
         if not self._filling or self.orders.targets_of(key):
             return

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import structs
+
 from tanghulu.auth.certificate_roles import NODE, require_role
 from tanghulu.auth.places import Caller, Places
 from tanghulu.errors import NodeUnavailable, NotLeader, StoreFull
@@ -13,16 +15,14 @@ from tanghulu.rpc.fast_server import MAX_CONNECTIONS, AnswerStream, FastService,
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.streams import send_all
-from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import PlacementRequest
-from tanghulu.store.master.directory.ranges import Announced
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.node_list import NodeList, view_of
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.announcements import AnnounceReply, CopyOrder, KnownRange, NodeAnnouncement, Orders
+from tanghulu.store.protocol.announcements import AnnounceReply, CopyOrder, NodeAnnouncement, Orders
 from tanghulu.store.protocol.directory_events import EventBatch, EventsRequest
 from tanghulu.store.protocol.directory_messages import (
     KeyInfo,
@@ -37,9 +37,8 @@ from tanghulu.store.protocol.directory_messages import (
     ReplicateRequest,
     check_count,
 )
-from tanghulu.store.protocol.key_slots import RANGE_SLOTS, bits_of, range_of
+from tanghulu.store.protocol.key_slots import bits_of, range_of
 from tanghulu.store.protocol.messages import (
-    CommitKeyReply,
     CommitKeysReply,
     CommitKeysRequest,
     LocateReply,
@@ -50,7 +49,7 @@ from tanghulu.store.protocol.messages import (
     ProveReply,
     ProveRequest,
 )
-from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.store.protocol.types import CommitResult
 from tanghulu.types import Place, format_size
 
 #: Keys of a listing looked up in one step, some 8 ms.
@@ -84,24 +83,18 @@ class DirectoryCalls:
             if request.piece is not None:
                 self.waiting.announced(entry[0] for entry in request.piece.entries)
         self._count_announced(request, answer)
-        ownership, goes_by_map = server.ownership, bool(request.map_version)
-        is_mistaken = goes_by_map and request.owned and request.owned != bits_of(ownership.owned)
-        return AnnounceReply(
-            answer.accepted,
-            answer.undecided,
-            answer.refused,
-            answer.report_wanted,
-            answer.report_keys,
-            directory.known_prefix,
-            self._known_ranges(answer.unreported) if goes_by_map else (),
-            ownership.map.version if is_mistaken else 0,
-            self._orders(request),
-            self._elsewhere(request) if request.tenants else None,
-            directory.num_nodes if request.tenants else 0,
-            *server.signature,
+        ownership = server.ownership
+        is_mistaken = request.map_version and request.owned and request.owned != bits_of(ownership.owned)
+        return structs.replace(
+            answer,
+            map_version=ownership.map.version if is_mistaken else 0,
+            orders=self._orders(request),
+            elsewhere=self._elsewhere(request) if request.tenants else None,
+            num_nodes=directory.num_nodes if request.tenants else 0,
+            signature=ownership.signature,
         )
 
-    def _count_announced(self, request: NodeAnnouncement, answer: Announced) -> None:
+    def _count_announced(self, request: NodeAnnouncement, answer: AnnounceReply) -> None:
         counts = self._metrics.counts
         num_accepted = answer.accepted.count(True)
         counts.announcements += 1
@@ -116,15 +109,13 @@ class DirectoryCalls:
     def _require_announced(self, request: NodeAnnouncement) -> None:
         """Raise the error for a node that takes this master for the owner of other ranges, or for the leader."""
         server = self._server
-        if not server.ownership.shares:
-            return
         if not request.map_version:
-            server.require_newest(request.term, request.term_of)
+            server.require_newest(request.term)
             server.require_ranges(0)
         elif not request.owned:
-            server.require_leadership()
+            server.ownership.require_lead()
         else:
-            server.require_newest(request.term, request.term_of)
+            server.require_newest(request.term)
             self._require_owned_since(request)
             server.require_owned(request.keys())
 
@@ -133,15 +124,10 @@ class DirectoryCalls:
 
         Until it uses that term, the node accepts clients' commits of the term before as valid.
         """
-        known = self._server.ownership.map
-        owned = [number for number in self._server.ownership.owned if request.owned >> number & 1]
-        if known.cluster == request.term_of and any(known.term_of(number) > request.term for number in owned):
-            raise self._server.ownership.refusal()
-
-    def _known_ranges(self, unreported: Sequence[int]) -> list[KnownRange]:
-        """Return the known slots of the ranges here."""
-        known = self._master.directory.known_slots()
-        return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
+        ownership, term = self._server.ownership, request.term
+        known, owned = ownership.map, [number for number in ownership.owned if request.owned >> number & 1]
+        if known.cluster == term.cluster and any(known.term_of(number) > term.number for number in owned):
+            raise ownership.refusal()
 
     def _orders(self, request: NodeAnnouncement) -> Orders | None:
         """Return the node's work: copies and drops; the answer names the sources of the copies."""
@@ -172,38 +158,22 @@ class DirectoryCalls:
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._server.now_s))
         return reply
 
-    def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
-        """Take a client's commit of a chunk that it has written into a write buffer."""
-        self._server.require_newest(said.term, said.term_of)
-        self._server.require_owned((said.key,))
-        result = self._master.directory.commit_by_client(said, self._server.now_s)
-        counts = self._metrics.counts
-        if result is CommitResult.ACCEPTED:
-            self._server.changed()
-            if len(self.waiting.board):
-                self.waiting.announced((said.key,))
-            counts.client_commits += 1
-        elif result is CommitResult.EXISTS:
-            counts.refused += 1
-        return CommitKeyReply(result, *self._server.signature)
-
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
-        """Do the same for several values of one put."""
-        said = request.said
-        check_count(len(said))
-        newest = max(each.term for each in said)
-        self._server.require_newest(newest, said[0].term_of)  # one client sends all of it
-        self._server.require_owned([each.key for each in said])
-        directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
-        results = [directory.commit_by_client(each, now_s) for each in said]
-        accepted = [each.key for each, result in zip(said, results, strict=True) if result is CommitResult.ACCEPTED]
+        """Take a client's commits of chunks that it has written into a node's memory."""
+        commits, server, counts = request.commits, self._server, self._metrics.counts
+        check_count(len(commits))
+        server.require_newest(commits[0].term if len(commits) == 1 else max(each.term for each in commits))
+        server.require_owned([each.key for each in commits])
+        directory, now_s = self._master.directory, server.now_s
+        results = [directory.commit_by_client(each, now_s) for each in commits]
+        accepted = [each.key for each, result in zip(commits, results, strict=True) if result is CommitResult.ACCEPTED]
         if accepted:
-            self._server.changed()
+            server.changed()
             if len(self.waiting.board):
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results, *self._server.signature)
+        return CommitKeysReply(results, server.ownership.signature)
 
     def holds(self, keys: Sequence[str]) -> bytes:
         """Return for each key 1 if some node holds it, else 0."""
@@ -212,7 +182,7 @@ class DirectoryCalls:
         self._count(len(keys), held.count(0))
         return held
 
-    def holders(self, keys: Sequence[str], *, removing: bool) -> list[FoundChunk | None]:
+    def holders(self, keys: Sequence[str], *, removing: bool) -> list[Location | None]:
         """Return the holders of these keys; ``removing``: see LocateRequest."""
         check_count(len(keys))
         directory = self._master.directory
@@ -230,15 +200,14 @@ class DirectoryCalls:
         if request.count_only:
             held = self.holds(request.keys)
             incomplete = self._master.directory.is_incomplete(request.keys, held)
-            return LocateReply(incomplete, (), held, *self._server.signature)
+            return LocateReply(incomplete, (), held, self._server.ownership.signature)
         found = self.holders(request.keys, removing=request.removing)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
-        locations = [None if each is None else Location(*each) for each in found]
-        return LocateReply(incomplete, locations, b"", *self._server.signature)
+        return LocateReply(incomplete, found, b"", self._server.ownership.signature)
 
     def _place(self, peer: Peer, request: PlaceRequest, attachment: memoryview) -> PlaceReply:
         """Return nodes for a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
-        self._server.require_leadership()
+        self._server.ownership.require_lead()
         directory = self._master.directory
         client_place = Place.parse(request.client_place) if request.client_place else None
         wanted = PlacementRequest(request.size_bytes, request.replicas, request.prefer_node, client_place)
@@ -247,17 +216,18 @@ class DirectoryCalls:
             raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
         if not nodes:
             raise StoreFull(
-                f"none of {directory.num_nodes} nodes takes a chunk of {format_size(request.size_bytes)}: "
-                "they are draining, smaller, or have not announced their capacity yet"
+                f"none of {directory.num_nodes} nodes accepts a chunk of {format_size(request.size_bytes)}: "
+                "each is draining, too small, or has not reported its capacity yet"
             )
         self._metrics.counts.placements += 1
-        return PlaceReply([view_of(node, self._server.now_s) for node in nodes], *self._server.signature)
+        views = [view_of(directory, node, self._server.now_s) for node in nodes]
+        return PlaceReply(views, self._server.ownership.signature)
 
     def _nodes(self, peer: Peer, request: NodesRequest, attachment: memoryview) -> NodesReply | bytes:
         if request.ranges:
             self._server.require_ranges(request.ranges)
         else:
-            self._server.require_leadership()
+            self._server.ownership.require_lead()
         return self.node_list.answer(request)
 
     async def _list_keys(self, peer: Peer, request: ListKeysRequest, attachment: memoryview) -> ListKeysReply:
@@ -267,25 +237,22 @@ class DirectoryCalls:
         """
         keys, more, after, ranges = list[KeyInfo](), True, request.after, request.ranges
         limit = min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT)
-        signature = self._server.signature  # a range that goes and comes back between two steps has a later term
+        # Of the first step: a range that goes and comes back between two steps has a later term.
+        signature = self._server.ownership.signature
         while more and len(keys) < limit:
             self._server.require_ranges(ranges)
             page = list_keys(self._master.directory, request.prefix, after, min(limit - len(keys), LIST_STEP_KEYS))
-            keys += [
-                KeyInfo(key, found.size_bytes, found.version, found.node_ids)
-                for key, found in page.keys
-                if not ranges or ranges >> range_of(key) & 1
-            ]
+            keys += [info for info in page.keys if not ranges or ranges >> range_of(info.key) & 1]
             more = page.more
             after = page.keys[-1].key if page.walked_to is None and page.keys else page.walked_to or ""
             await asyncio.sleep(0)
-        return ListKeysReply(keys, more, *signature)
+        return ListKeysReply(keys, more, signature)
 
     def _replicate(self, peer: Peer, request: ReplicateRequest, attachment: memoryview) -> ReplicateReply:
         """Have chunks copied in advance. Raises InvalidRequest for an invalid number or time."""
         self._server.require_owned(request.keys)
         num_taken = self._master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
-        return ReplicateReply(num_taken, *self._server.signature)
+        return ReplicateReply(num_taken, self._server.ownership.signature)
 
     def _events(self, peer: Peer, request: EventsRequest, attachment: memoryview) -> AnswerStream:
         """Stream a snapshot or the events behind the caller's last, then changes (``followers``). Raises Overloaded."""
@@ -303,18 +270,13 @@ class DirectoryCalls:
 
     async def _prove(self, peer: Peer, request: ProveRequest, attachment: memoryview) -> ProveReply:
         """Return a proof that this master leads; see ``terms.LeaseProofs``."""
-        leadership = self._server.leadership
-        if leadership is None:
-            return ProveReply()
-        asked_before = await leadership.prove()
-        return ProveReply(*self._server.signature, asked_before, round(leadership.ttl_s * 1000))
+        return await self._server.ownership.prove()
 
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane."""
         service.register(HELLO, welcome)
         service.register(methods.ANNOUNCE, self._announce_on)
         service.register(methods.LOCATE, self._locate)
-        service.register(methods.COMMIT_KEY, self._commit_key)
         service.register(methods.COMMIT_KEYS, self._commit_keys)
         service.register(methods.WAIT, self.waiting.wait)
         service.register(methods.NODES, self._nodes)

@@ -94,9 +94,7 @@ class _Follower:
         return self._sent if self._is_numbered_apart else self._cursor
 
     def _require(self) -> None:
-        """Raise the error that ends the stream: this master no longer leads, or has restarted with another memory."""
-        if not self._server.ownership.shares:
-            self._server.require_leadership()
+        """Raise the error that ends the stream: this master has begun again with another memory."""
         self._server.require_memory(self._generation)
 
     # --- snapshots

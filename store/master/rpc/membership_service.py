@@ -49,7 +49,7 @@ class MembershipService:
 
     async def _register(self, peer: Peer, request: RegisterRequest, attachment: memoryview) -> RegisterReply:
         """Enter or replace an instance."""
-        self._server.require_leadership()
+        self._server.ownership.require_lead()
         instance = request.entry.instance()
         certified = WORKER if instance.role.prefills or instance.role.decodes else instance.role.value
         require_role(peer.roles, certified, f"to register {instance.id}")
@@ -60,14 +60,11 @@ class MembershipService:
         return RegisterReply(lease_id, self._master.generation)
 
     def _admitting(self, instance: Instance) -> contextlib.AbstractAsyncContextManager[None]:
-        leadership = self._server.leadership
-        if leadership is None or instance.role is not Role.NODE:
-            return contextlib.nullcontext()
-        return leadership.admitting(instance)
+        return self._server.ownership.admitting(instance) if instance.role is Role.NODE else contextlib.nullcontext()
 
     def _keep_alive(self, peer: Peer, request: LeaseRequest, attachment: memoryview) -> KeepAliveReply:
         """Renew a lease. A request without an instance is no sign of a predecessor."""
-        self._server.require_leadership()
+        self._server.ownership.require_lead()
         known = bool(request.instance_id) and self._master.keep_alive(
             request.instance_id, request.lease_id, self._server.now_s, _owner(peer)
         )
@@ -75,7 +72,7 @@ class MembershipService:
 
     def _deregister(self, peer: Peer, request: LeaseRequest, attachment: memoryview) -> DeregisterReply:
         """End a lease; an already ended lease is no error."""
-        self._server.require_leadership()
+        self._server.ownership.require_lead()
         if self._master.deregister(request.instance_id, request.lease_id, _owner(peer)):
             _log.info("instance.deregistered", instance=request.instance_id)
             self._server.changed()
@@ -92,7 +89,7 @@ class MembershipService:
         def wanted(instance: Instance) -> bool:
             return instance.namespace == namespace and instance.role in roles
 
-        self._server.require_leadership()
+        self._server.ownership.require_lead()
         ring = self._master.members
         cursor = ring.last
         present = [instance for instance in self._master.leases.instances() if wanted(instance)]

@@ -7,16 +7,23 @@ from typing import Any
 import msgspec
 
 from tanghulu.rpc.wire import encode
-from tanghulu.store.master.directory.nodes import NodeSummary
-from tanghulu.store.master.ownership import ALL_RANGES
+from tanghulu.store.master.directory.nodes import NodeRecord
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest, NodeView
+from tanghulu.store.protocol.key_slots import ALL_BITS, ALL_RANGES
 from tanghulu.store.protocol.terms import NO_TERM
 
 
-def view_of(node: NodeSummary, now_s: float, *progress: Any) -> NodeView:
-    """Return ``node`` for callers, with ``last_seen_s`` as an age; ``progress`` is that of its drain."""
-    figures = node.capacity_bytes, node.used_bytes, node.num_chunks, node.draining, max(now_s - node.last_seen_s, 0.0)
+def view_of(
+    directory: RangeDirectories, node: NodeRecord, now_s: float, ranges: int = ALL_BITS, *progress: Any
+) -> NodeView:
+    """Return ``node`` for callers, with its chunks of ``ranges``, a bit for each; ``progress`` is that of its drain.
+
+    ``last_seen_s`` is an age there.
+    """
+    num_chunks, age_s = directory.num_chunks(node.instance.id, ranges), max(now_s - node.last_seen_s, 0.0)
+    figures = node.capacity_bytes, node.used_bytes, num_chunks, node.draining, age_s
     return NodeView.of(node.instance, *figures, node.ssd_capacity_bytes, node.ssd_used_bytes, *progress)
 
 
@@ -41,11 +48,11 @@ class NodeList:
         generation, version = self._server.master.generation, self._version
         if request.known_version == version and request.known_generation == generation:
             return self._reply([], unchanged=True)
-        if self._written != (generation, version, self._server.term):
-            self._written = (generation, version, self._server.term)
-            renewals = self._server.signature[2]
-            self._whole = encode(self._write()).removesuffix(msgspec.msgpack.encode(renewals))
-        return self._whole + msgspec.msgpack.encode(self._server.signature[2])
+        signature = self._server.ownership.signature
+        if self._written != (generation, version, signature.term):
+            self._written = (generation, version, signature.term)
+            self._whole = encode(self._write()).removesuffix(msgspec.msgpack.encode(signature))
+        return self._whole + msgspec.msgpack.encode(signature)
 
     @property
     def _version(self) -> int:
@@ -62,15 +69,11 @@ class NodeList:
         nodes: list[NodeView] = []
         for node in master.directory.nodes():
             num_unsafe, drained = master.copies.progress(node.instance.id) if node.draining else (0, False)
-            view = view_of(node, now_s, num_unsafe, drained and knows_all)
-            if ranges:
-                num_chunks = master.directory.num_chunks(view.id, ranges)
-                view = msgspec.structs.replace(view, num_chunks=num_chunks)
-            nodes.append(view)
+            nodes.append(view_of(master.directory, node, now_s, ranges or ALL_BITS, num_unsafe, drained and knows_all))
         return self._reply(nodes, of_part=not knows_all)
 
     def _reply(self, nodes: list[NodeView], *, unchanged: bool = False, of_part: bool = False) -> NodesReply:
-        directory, leadership = self._server.master.directory, self._server.leadership
+        directory, ownership = self._server.master.directory, self._server.ownership
         return NodesReply(
             nodes,
             not directory.is_rebuilt,
@@ -79,9 +82,9 @@ class NodeList:
             self._version,
             unchanged,
             directory.num_unready,
-            leadership is None or leadership.leads,
+            ownership.leads,
             of_part,
-            *self._server.signature,
+            ownership.signature,
         )
 
     def __repr__(self) -> str:

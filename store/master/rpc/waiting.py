@@ -43,7 +43,7 @@ class WaitCalls:
         """Return whether there is something to wait for; ``answer`` is then called once."""
         self._server.require_owned(request.keys)
         if not request.keys:
-            raise InvalidRequest("WAIT names no key")
+            raise InvalidRequest("WAIT needs at least one key")
         keys = tuple(request.keys)
         held = self._server.master.directory.holds(keys)
         missing = [key for key, there in zip(keys, held, strict=True) if not there]
@@ -57,7 +57,7 @@ class WaitCalls:
     def _reply(self, keys: Sequence[str]) -> WaitReply:
         server = self._server
         found = server.master.directory.holds(keys) if server.owns(keys) else bytes(len(keys))
-        return WaitReply(found, *server.signature)
+        return WaitReply(found, server.ownership.signature)
 
     def _answer(self, over: Iterable[WaitingCall]) -> None:
         for waiter in over:

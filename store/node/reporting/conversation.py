@@ -22,11 +22,11 @@ from tanghulu.rpc.greeting import greet
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement
-from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, known_below
+from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS
 from tanghulu.store.protocol.messages import MastersRequest, ProveReply, ProveRequest
 from tanghulu.store.protocol.methods import ANNOUNCE, MASTERS, PROVE
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import LeaseProofs, Renewals, Term
+from tanghulu.store.protocol.terms import LeaseProofs
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -177,16 +177,17 @@ class MasterConversation:
         """Return whether the master knows the terms of its ranges; an old leader's have ended."""
         known = self._state.reports.map
         if known is None:
-            return self._state.obeys(reply.term, reply.term_of)
+            return self._state.admits(reply.signature.term)
         newest = max(map(known.term_of, self.outbox.ranges), default=0)
-        return reply.term_of == known.cluster and (self.owner is None or newest <= reply.term)
+        term = reply.signature.term
+        return term.cluster == known.cluster and (self.owner is None or newest <= term.number)
 
     def _take_proven(self, message: ReportMessage, reply: AnnounceReply) -> None:
         """Take ``reply`` once the master has proven that it leads, or owns; no other message is sent meanwhile."""
         assert self._connection is not None
-        term, time_s = Term(reply.term, reply.term_of), asyncio.get_running_loop().time
-        self._proofs.answered(reply.term, reply.term_of, reply.renewals, self.sent_s)
-        if not reply.renewals or self._proofs.is_proven(term, time_s()):
+        proofs, time_s = self._proofs, asyncio.get_running_loop().time
+        proofs.answered(reply.signature, self.sent_s)
+        if proofs.accepts(reply.signature, time_s()):
             self._take(message, reply)
             return
         sent_s = time_s()
@@ -198,9 +199,8 @@ class MasterConversation:
                 self._break(proof)
                 return
             shown = proof.message
-            renewals = Renewals(shown.asked_before, Renewals.of(shown.renewals).confirmed)
-            self._proofs.record(Term(shown.term, shown.term_of), sent_s, renewals, shown.ttl_ms / 1000)
-            if self._proofs.is_proven(term, time_s()):
+            proofs.record(shown.signature.term, sent_s, shown.renewals, shown.ttl_ms / 1000)
+            if proofs.accepts(reply.signature, time_s()):
                 self._take(message, reply)
             else:
                 self._break(NotLeader.naming(""))
@@ -221,8 +221,6 @@ class MasterConversation:
 
     def _known(self, reply: AnnounceReply) -> bytes:
         """Return the number of slots of each range known to the master."""
-        if self._state.reports.map is None:
-            return known_below(reply.known_slots)
         known = bytearray([RANGE_SLOTS] * NUM_RANGES)
         for number, known_slots, _ in reply.ranges:
             known[number] = known_slots

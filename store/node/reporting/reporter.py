@@ -157,7 +157,7 @@ class Reporter:
         masters = list(map(str, self._reports.owners)) or self._leader.master or self._masters.masters
         return MasterUnavailable(
             f"the master at {masters} did not answer this node before the deadline; "
-            "chunks that were put stay here and will be announced, removed ones are gone"
+            "stored chunks stay here and are reported later, removed ones are gone"
         )
 
     # --- the masters
@@ -208,7 +208,7 @@ class Reporter:
     async def _newer_map(self) -> RangeMap | None:
         """Return a map that replaces the known one, if any connected master has one."""
         known, informant = self._reports.map, self._informant
-        request = MastersRequest() if known is None else MastersRequest(known.version, known.cluster)
+        request = MastersRequest.newer_than(known)
         for conversation in sorted(self._all(), key=lambda each: each is not informant):
             try:
                 newer = await conversation.newer_map(request)
@@ -239,7 +239,7 @@ class Reporter:
     def _failed(self, conversation: MasterConversation, error: TanghuluError) -> None:
         """Handle a failed connection, or a master that owns other ranges than the map states."""
         if isinstance(error, KeysMoved):
-            self._ask_for_map_of(conversation)
+            self._request_map_of(conversation)
             return
         self.connected.clear()
         if conversation.owner is not None:
@@ -249,7 +249,7 @@ class Reporter:
         elif conversation.master is not None:
             self._masters.failed(conversation.master, error)
 
-    def _ask_for_map_of(self, conversation: MasterConversation) -> None:
+    def _request_map_of(self, conversation: MasterConversation) -> None:
         self._informant = conversation
         self._map_wanted.set()
 
@@ -283,8 +283,7 @@ class Reporter:
             tenants=self._bounded_tenants(conversation),
             map_version=0 if known is None else known.version,
             owned=0 if known is None else bits_of(outbox.ranges),
-            term=term.number,
-            term_of=term.cluster,
+            term=term,
         )
 
     def _bounded_tenants(self, conversation: MasterConversation) -> dict[str, int] | None:
@@ -313,15 +312,11 @@ class Reporter:
     def _report_wanted(self, conversation: MasterConversation, message: ReportMessage, reply: AnnounceReply) -> None:
         """Begin the reports requested by the master, and request the map if the master uses another."""
         known, outbox = self._reports.map, conversation.outbox
-        if known is None:
-            if reply.report_wanted:
-                outbox.want_whole_report()
-        else:
-            if reply.map_version > known.version:
-                self._ask_for_map_of(conversation)
-            if reply.report_wanted and message.report_id:  # it does not know the running report
-                outbox.want_whole_report()
-            outbox.want_report([each.number for each in reply.ranges if each.wanted])
+        if known is not None and reply.map_version > known.version:
+            self._request_map_of(conversation)
+        if reply.report_wanted and message.report_id:
+            outbox.want_whole_report()
+        outbox.want_report([each.number for each in reply.ranges if each.wanted])
         if outbox.report_wanted:
             _log.info("reporter.report", master=str(conversation.master), num_chunks=len(self._chunks))
             self._state.begin_reports()

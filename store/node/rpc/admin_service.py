@@ -13,12 +13,11 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store.node.rpc.service import session_of
 from tanghulu.store.node.rpc.sessions import Session, after_drain
-from tanghulu.store.node.rpc.stats import check_count
-from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.node.writes.puts import PutService, Verifier
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.directory_messages import check_count
 from tanghulu.store.protocol.messages import (
     Done,
     DrainRequest,
@@ -134,7 +133,7 @@ class AdminService:
         session_of(peer)
         tenants = self._chunks.tenants
         if tenants is None:
-            raise InvalidRequest("this node knows no tenants; start it with --tokens")
+            raise InvalidRequest("this node has no tenants; start it with --tokens")
         return TenantsReply(tenants.usage())
 
     def verify(self, peer: Peer, request: VerifyRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:

@@ -8,6 +8,7 @@ into steps and the waiting for the master.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,17 +24,18 @@ from tanghulu.rpc.slow_peers import PendingBytes
 from tanghulu.rpc.wire import Failure
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
-from tanghulu.store.node.rpc.stats import check_count, chunk_info
-from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
-from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
+from tanghulu.store.node.writes.puts import STEP_ITEMS, PutBatch, PutOutcome, PutService, Verifier, Written, remaining_s
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.directory_messages import check_count
 from tanghulu.store.protocol.messages import (
+    ChunkInfo,
     CommitItem,
     CommitRequest,
     Done,
@@ -57,7 +59,6 @@ from tanghulu.store.protocol.messages import (
     Welcome,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import MAX_MESSAGE_BYTES, NewChunk
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey, LeaseId
@@ -68,8 +69,6 @@ _log = structlog.get_logger(__name__)
 MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Part of the memory pinned by one answer made key by key; its first key may be larger.
 MAX_PINNED_FRACTION = 1 / 8
-#: Items or keys of a large call served in one step of the loop: about a millisecond.
-STEP_ITEMS = 256
 DEFAULT_DEADLINE_S = 5.0
 #: An item of COMMIT: a reservation no longer being written, or its error, and its checksums.
 _Ended: TypeAlias = tuple[Chunk | TanghuluError, Checksums]
@@ -135,9 +134,9 @@ class NodeService:
     def hello(self, peer: Peer, request: NodeHello, attachment: memoryview) -> Answer:
         """Open or join the client's session."""
         if peer.state is not None:
-            raise InvalidRequest("HELLO comes once, in the first frame")
+            raise InvalidRequest("HELLO came twice; it must be the first call only")
         if not request.client_id:
-            raise InvalidRequest("this is a store node: here a client names itself in HELLO, at a master it does not")
+            raise InvalidRequest("this is a store node, and HELLO lacks a client id")
         who = peer.identity
         may_map = who is None or who.shared_memory
         shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
@@ -169,14 +168,14 @@ class NodeService:
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values sent in the request."""
         session_of(peer)
-        items = cut_values(request.items, attachment)
+        values = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s, master_s = self._until(request.deadline_ms), self._until(request.master_ms or request.deadline_ms)
-        written = self._puts.write_at_once(items[:STEP_ITEMS], visible=request.visible)
-        self._puts.room_changed()
-        if len(written) < len(items):
-            return self._put_rest(items, written, request.visible, until_s, master_s)
-        return self._settle(written, request.visible, master_s)
+        batch = PutBatch(self._puts, request.items, values=values, visible=request.visible)
+        batch.step()
+        if not batch.is_complete:
+            return self._put_rest(batch, request.visible, until_s, master_s)
+        return self._settle(batch.written, request.visible, master_s)
 
     def receive(self, peer: Peer, request: PutRequest, num_bytes: int) -> PayloadSink | None:
         """Return the range for the value of an incoming PUT; None if ``put`` is to copy it."""
@@ -198,54 +197,30 @@ class NodeService:
         self._puts.room_changed()
         return self._settle((written,), visible, until_s)
 
-    async def _put_rest(
-        self,
-        items: list[tuple[NewChunk, memoryview]],
-        written: list[Written],
-        visible: bool,
-        until_s: float,
-        master_s: float,
-    ) -> Answer:
-        goes_on = True
-        while goes_on and len(written) < len(items):
-            await asyncio.sleep(0)
-            some = items[len(written) : len(written) + STEP_ITEMS]
-            more = self._puts.write_at_once(some, visible=visible)
-            self._puts.room_changed()
-            written += more
-            goes_on = len(more) == len(some)
-        written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
+    async def _put_rest(self, batch: PutBatch, visible: bool, until_s: float, master_s: float) -> Answer:
+        written = await batch.finish(until_s)
         outcomes = await self._puts.settled(written, visible=visible, until_s=master_s)
         return PutReply.of(outcomes, self._state.newest_term)
 
     def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
         """Reserve ranges for the client to write."""
         check_count(len(request.items))
-        session = session_of(peer)
-        items = request.items
+        batch = PutBatch(self._puts, request.items, holder=session_of(peer).holder)
         # Clients without access to memory must not find another tenant's data in its ranges.
         wipes = peer.identity is not None and not peer.identity.shared_memory
-        reserved = [] if wipes else self._puts.reserve_at_once(items[:STEP_ITEMS], session.holder)
-        if wipes or len(reserved) < len(items):
-            return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
-        return _reserve_reply(reserved)
+        if not wipes:
+            batch.step()
+        if wipes or not batch.is_complete:
+            return self._reserve_rest(batch, self._until(request.deadline_ms), wipes)
+        return _reserve_reply(batch.written)
 
-    async def _reserve_rest(
-        self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
-    ) -> Answer:
+    async def _reserve_rest(self, batch: PutBatch, until_s: float, wipes: bool) -> Answer:
         try:
-            goes_on = True
-            while goes_on and len(reserved) < len(items):
-                await asyncio.sleep(0)
-                some = items[len(reserved) : len(reserved) + STEP_ITEMS]
-                more = self._puts.reserve_at_once(some, session.holder)
-                reserved += more
-                goes_on = len(more) == len(some)
-            await self._puts.reserve_rest(items, reserved, session.holder, until_s)
+            reserved = await batch.finish(until_s)
             if wipes:
                 await self._puts.wipe(reserved)
         except BaseException:  # its connection has ended: no client will receive these ranges
-            self._puts.take_back(reserved)
+            self._puts.take_back(batch.written)
             raise
         return _reserve_reply(reserved)
 
@@ -298,7 +273,7 @@ class NodeService:
         settled = await self._puts.settled(written, visible=request.visible, until_s=until_s, num_known=num_known)
         for place, outcome in zip(places, PutReply.of(settled).outcomes, strict=True):
             outcomes[place] = outcome
-        return PutReply(outcomes, *self._state.newest_term)
+        return PutReply(outcomes, self._state.newest_term)
 
     def _end_writing(self, peer: Peer, request: CommitRequest, items: Sequence[CommitItem]) -> list[_Ended]:
         """Return for each item its reservation, no longer being written, and the checksums sent by the client."""
@@ -328,10 +303,8 @@ class NodeService:
 
         The client has committed the first ``num_committed`` there, which counts if it is valid for all that are here.
         """
-        term = Term(request.term, request.term_of)
-        valid = all(
-            self._state.is_commit_valid(each, request.generation, term) for each, _ in ended if isinstance(each, Chunk)
-        )
+        chunks = [each for each, _ in ended if isinstance(each, Chunk)]
+        valid = all(self._state.is_commit_valid(each, request.generation, request.term) for each in chunks)
         num_known = max(0, min(num_committed, len(ended))) if valid else 0
         written: list[Written] = []
         for place, (chunk, checksums) in enumerate(ended):
@@ -363,7 +336,7 @@ class NodeService:
         if len(request.keys) > STEP_ITEMS:
             return self._get_in_steps(session, request)
         items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
-        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
+        return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
     async def _get_in_steps(self, session: Session, request: GetRequest) -> Answer:
         """Get many keys."""
@@ -386,7 +359,7 @@ class NodeService:
             await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
+        return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
     async def _touch_again(self, keys: Sequence[str]) -> None:
         """Touch ``keys`` in the order of the prompt, the last ones first, as one step of a smaller call would."""
@@ -427,7 +400,7 @@ class NodeService:
             await self._touch_again(request.keys)
         finally:
             self._unsent.note(answer, 0)
-        return GetReply(items, self._leases.lease_ms, *self._state.newest_term), values
+        return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
     async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
         if self._promoter is None:
@@ -442,7 +415,9 @@ class NodeService:
         chunk = self._chunks.find(key)
         if chunk is None or not await verifier.drop_if_corrupt(chunk):
             return None
-        return ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
+        return ChecksumMismatch(
+            f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and have been dropped; try again"
+        )
 
     def _get(
         self, session: Session, keys: Sequence[str], max_inline_bytes: int, budget: int
@@ -562,7 +537,7 @@ class NodeService:
     def stat(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:
         """Return the facts of each chunk."""
         check_count(len(request.keys))
-        return StatReply([chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
+        return StatReply([_chunk_info(self._chunks, ChunkKey(key)) for key in request.keys])
 
     def eviction(self, peer: Peer, request: EvictionPolicy, attachment: memoryview) -> Answer:
         """Return the eviction policy, after switching to another if one is named."""
@@ -578,6 +553,32 @@ class NodeService:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
 
 
+def _chunk_info(chunks: NodeChunks, key: ChunkKey) -> ChunkInfo | None:
+    """Return the chunk, in memory or on the SSD; None if it is not here."""
+    chunk = chunks.find(key)
+    held = chunk or chunks.find_below(key)
+    if held is None:
+        return None
+    num_leases, age_s, num_hits = (
+        (0, 0.0, 0) if chunk is None else (chunk.num_leases, chunks.age_s(chunk), chunk.num_hits)
+    )
+    left_s = chunks.left_s(held)
+    return ChunkInfo(
+        "",
+        held.size_bytes,
+        held.version,
+        (),
+        held.checksums,
+        held.pin,
+        num_leases,
+        age_s,
+        num_hits,
+        held.tier,
+        held.replicas,
+        None if left_s is None else max(0.001, round(left_s, 3)),
+    )
+
+
 def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:
     return ReserveReply(
         [
@@ -591,24 +592,20 @@ def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:
     )
 
 
-def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
+def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[memoryview]:
     """Return the values concatenated in ``data``; raises InvalidRequest if the sizes do not add up."""
     check_count(len(items))
     if len(items) == 1 and items[0].size_bytes == len(data):
-        return [(items[0], data)]
-    cut: list[tuple[NewChunk, memoryview]] = []
-    position = 0
-    for new in items:
-        cut.append((new, data[position : position + new.size_bytes]))
-        position += new.size_bytes
-    if position != len(data):
-        raise InvalidRequest(f"the values' sizes add up to {position} bytes, {len(data)} came")
-    return cut
+        return [data]
+    ends = list(itertools.accumulate((new.size_bytes for new in items), initial=0))
+    if ends[-1] != len(data):
+        raise InvalidRequest(f"the values' sizes add up to {ends[-1]} bytes, but {len(data)} arrived")
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def session_of(peer: Peer) -> Session:
     """Return the session of a connection; raises Unauthorized if it has none."""
     session = peer.state
     if not isinstance(session, Session):
-        raise Unauthorized("say HELLO first")
+        raise Unauthorized("the first call on a connection must be HELLO")
     return session

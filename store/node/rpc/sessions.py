@@ -87,7 +87,7 @@ class Sessions:
             session.num_connections += 1
             return session
         if len(self._by_client) >= MAX_SESSIONS:
-            raise Overloaded(f"{MAX_SESSIONS} clients are connected to this node")
+            raise Overloaded(f"{MAX_SESSIONS} clients are connected to this node, the most allowed; try again later")
         lost = self._lost.pop(client, ())
         if lost:
             self._leases.release_unheld(lost, greeting.held_lease_ids)

@@ -167,8 +167,8 @@ class TierFile:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise ConfigError(
-                f"{self.path} is no file of user {os.geteuid()}, and an SSD tier holds chunks in clear text: choose a "
-                "file of this user's, or one that does not exist yet"
+                f"{self.path} is not a file of user {os.geteuid()}, and an SSD tier holds chunks in clear text: "
+                "choose a file of this user's, or one that does not exist yet"
             )
         if found.st_mode & 0o177:
             os.fchmod(fd, 0o600)

@@ -99,7 +99,7 @@ class Promoter:
                 break
             done, _ = await asyncio.wait([task], timeout=max(until_s - asyncio.get_running_loop().time(), 0.0))
             if not done:
-                raise DeadlineExceeded(f"{key!r} is on its way up from the SSD tier; ask again")
+                raise DeadlineExceeded(f"{key!r} is still being read from the SSD tier; try again")
             task.result()
         chunk = self._chunks.find(key)
         if chunk is None:
@@ -177,7 +177,7 @@ class Promoter:
                     await future
             except TimeoutError:
                 raise StoreFull(
-                    f"no room in memory to bring up {entry.key!r} ({format_size(entry.size_bytes)}): what is there is "
-                    "leased, being written or hard-pinned"
+                    f"no room in memory for {entry.key!r} from the SSD tier ({format_size(entry.size_bytes)}): all "
+                    "chunks there are leased, being written or hard-pinned; try again"
                 ) from None
         return chunk

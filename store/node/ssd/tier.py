@@ -277,7 +277,7 @@ class SsdTier:
             async with asyncio.timeout_at(until_s):
                 await future
         except TimeoutError:
-            raise DeadlineExceeded("the SSD tier was not done with its writes before the deadline") from None
+            raise DeadlineExceeded("the SSD tier did not finish its writes before the deadline; try again") from None
 
     # --- up
 
@@ -310,7 +310,7 @@ class SsdTier:
                 async with asyncio.timeout_at(until_s):
                     await future
             except TimeoutError:
-                raise DeadlineExceeded("the SSD tier has too many reads under way to serve this one in time") from None
+                raise DeadlineExceeded("the SSD tier has too many reads in progress for this one; try again") from None
         return buffer
 
     def _wake_readers(self) -> None:
@@ -334,7 +334,9 @@ class SsdTier:
         if not sound:
             _log.error("tier.corrupt", key=entry.key, offset=entry.offset, size_bytes=entry.size_bytes)
             self._perform(self.state.not_read(entry, corrupt=True))
-            raise ChunkNotFound(f"the bytes of {entry.key!r} in the SSD tier are not what was put; they are dropped")
+            raise ChunkNotFound(
+                f"the bytes of {entry.key!r} in the SSD tier did not match their checksums and have been dropped"
+            )
         head = entry.record.head_bytes
         return buffer.view[head : head + entry.size_bytes]
 

@@ -95,7 +95,9 @@ class ChunkLeases:
         if not active or not freed:
             self._chunks.abort_reservation(chunk)
             self.freed(freed)
-            raise LeaseExpired(f"reservation {lease_id} of {chunk.key!r} has ended, or is still written; reserve again")
+            raise LeaseExpired(
+                f"reservation {lease_id} of {chunk.key!r} has ended, or is still being written; reserve again"
+            )
         self._forget(lease_id)
         return chunk
 

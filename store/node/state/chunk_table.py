@@ -59,10 +59,10 @@ class Published:
             self.flush()
             self._writer.beat(now_s)
 
-    def tell_term(self, term: Term) -> None:
+    def publish_term(self, term: Term) -> None:
         """Publish to readers the newest master that the node obeys."""
         if self._writer is not None:
-            self._writer.tell_term(term)
+            self._writer.publish_term(term)
 
     def close(self) -> None:
         """Tell readers to stop reading the index."""

@@ -93,4 +93,4 @@ class Watermarks:
 def refuse_while(draining: bool) -> None:
     """Raise NodeUnavailable, so that the chunk is put to another node, if this one is ``draining``."""
     if draining:
-        raise NodeUnavailable("this node is draining and takes no new chunks; put to another")
+        raise NodeUnavailable("this node is draining and accepts no new chunks; put to another node")

@@ -32,7 +32,6 @@ from tanghulu.store.node.state.outcomes import (
     CommittedBy,
     Existed,
     Holder,
-    Outcome,
     Reserved,
     Waiter,
     WaitQueue,
@@ -86,16 +85,12 @@ class NodeState:
 
     # --- puts: reserve
 
-    def reserve(self, new: NewChunk, holder: Holder | None) -> Outcome:
-        """Return a range for ``new`` (RESERVED under a write lease), or that its key exists, or a place in the queue.
+    def reserve(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
+        """Return a range for ``new`` (RESERVED under a write lease), or that its key exists; None: it has to wait.
 
-        Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if too many
-        wait or the holder has too many leases.
+        Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if the
+        holder has too many leases.
         """
-        return self.reserve_at_once(new, holder) or self.wait_for_room(new, holder)
-
-    def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
-        """Do as ``reserve``, but return None instead of a place in the queue."""
         return self._admit(new, holder, may_pass=not len(self.waiters))
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
@@ -184,12 +179,12 @@ class NodeState:
 
     # --- puts: commit or abort
 
-    def obeys(self, term: int, term_of: int) -> bool:
+    def admits(self, term: Term) -> bool:
         """Return whether to obey the master of that answer; clients learn the newest term from the index."""
         newest = self._fence.newest
-        admitted = self._fence.admits(term, term_of)
+        admitted = self._fence.admits(term)
         if self._fence.newest != newest:
-            self._published.tell_term(self._fence.newest)
+            self._published.publish_term(self._fence.newest)
         return admitted
 
     @property
@@ -199,7 +194,7 @@ class NodeState:
 
     def take_map(self, known: RangeMap) -> None:
         """Use the map ``known`` from now on; clients learn from the index that a range may have another owner."""
-        self._published.tell_term(Term(max(known.terms), known.cluster))
+        self._published.publish_term(Term(max(known.terms), known.cluster))
         self.reports.take_map(known)
 
     def is_commit_valid(self, chunk: Chunk, generation: int, term: Term = NO_TERM) -> bool:
@@ -210,7 +205,7 @@ class NodeState:
         """
         if generation != self._generation or self.chunks.age_s(chunk) > RELIED_S:
             return False
-        if self.reports.is_over(chunk.key, term) if self.reports.map is not None else self._fence.is_over(*term):
+        if self.reports.is_over(chunk.key, term) if self.reports.map is not None else self._fence.is_over(term):
             return False
         return not self.reports.has_retracted(chunk.key, chunk.version)
 
@@ -388,7 +383,7 @@ class NodeState:
         if existing is not None or not entry.held:
             self.chunks.abort_reservation(chunk)
             if existing is None:
-                raise ChunkNotFound(f"{chunk.key!r} was dropped on its way up")
+                raise ChunkNotFound(f"{chunk.key!r} was dropped while it was read from the SSD tier")
             return existing
         self.chunks.publish(chunk, ChunkEvent.COMMIT_UNSEEN)
         self.chunks.end_batch()

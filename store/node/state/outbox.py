@@ -34,7 +34,7 @@ from typing import TypeVar
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.slot_report import SlotPiece, SlotReport, SortedChunks
 from tanghulu.store.protocol.announcements import Removal
-from tanghulu.store.protocol.key_slots import ALL_RANGES, RANGE_SLOTS, known_below, range_of, slot_of
+from tanghulu.store.protocol.key_slots import ALL_RANGES, NUM_RANGES, RANGE_SLOTS, range_of, slot_of
 from tanghulu.store.protocol.types import MAX_ANNOUNCED
 from tanghulu.types import ChunkKey
 
@@ -125,7 +125,7 @@ class MasterOutbox:
         self._unreported: set[int] = set()  # ranges that need a report
         self._dropped: set[int] = set()  # ranges with dropped removals, until a later report has ended
         self._granted_keys = 0
-        self._known = known_below(0)  # slots of each range known to the master
+        self._known = bytes(NUM_RANGES)  # slots of each range known to the master
         self._in_flight: ReportMessage | None = None
 
     def add(self, chunk: Holding, *, low_priority: bool = False) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
 
 from tanghulu.errors import Overloaded
 from tanghulu.store.node.state.chunk import Chunk
@@ -52,7 +51,7 @@ class WaitQueue:
     def join(self, waiter: Waiter) -> None:
         """Join the end; raises Overloaded if the queue is full."""
         if len(self._queue) >= MAX_WAITERS:
-            raise Overloaded(f"{MAX_WAITERS} puts wait for room already")
+            raise Overloaded(f"{MAX_WAITERS} puts wait for room already; try again")
         self._queue.append(waiter)
 
     def first(self) -> Waiter:
@@ -125,9 +124,6 @@ class Existed:
     """The key exists already: nothing to write."""
 
     chunk: Holding
-
-
-Outcome: TypeAlias = Reserved | Existed | Waiter
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Puts on their way into the node, by each carrier of their bytes."""
+"""Values on their way into the node: puts by each carrier of their bytes, and copies ordered by the master."""

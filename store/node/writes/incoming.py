@@ -40,7 +40,7 @@ class IncomingValues:
         """
         if self._num_bytes + new.size_bytes > self._chunks.capacity_bytes * MAX_FRACTION:
             return None
-        reserved = self._state.reserve_at_once(new, None)
+        reserved = self._state.reserve(new, None)
         if not isinstance(reserved, Reserved):
             return None
         if peer not in self._by_peer:

@@ -19,6 +19,7 @@ from tanghulu.rpc.latency import Latencies
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
+from tanghulu.store.node.state.node_chunks import NodeChunks
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
 from tanghulu.store.node.writes.incoming import IncomingValues
@@ -31,6 +32,10 @@ _log = structlog.get_logger(__name__)
 
 #: Bytes checksummed or wiped in one step of the event loop, over all calls: about a millisecond.
 STEP_BYTES = 4 << 20
+#: Bytes compared before other calls are served: some tenths of a millisecond.
+_SLICE_BYTES = 4 << 20
+#: Items or keys of a large call served in one step of the loop: about a millisecond.
+STEP_ITEMS = 256
 #: The outcome of one put: whether the key existed, or its error. An error kept as a value loses its
 #: traceback: that refers to the frame, and the frame to the list with the error, a cycle for each.
 PutOutcome: TypeAlias = bool | TanghuluError
@@ -73,7 +78,7 @@ class PutService:
     """Reserves, writes, commits and waits for the master, each bounded by a time of the event loop (``until_s``)."""
 
     def __init__(self, state: NodeState, view: memoryview, reporter: Reporter) -> None:
-        self._state, self._chunks, self._leases = state, state.chunks, state.leases
+        self.state, self._chunks, self._leases = state, state.chunks, state.leases
         self._view = view
         self._reporter = reporter
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
@@ -86,11 +91,11 @@ class PutService:
     def room_changed(self) -> None:
         """Serve waiting puts, as ranges were freed or chunks became evictable."""
         self._chunks.end_call()
-        for waiter, outcome in self._state.admit_waiters():
+        for waiter, outcome in self.state.admit_waiters():
             future = self._waiting.pop(waiter, None)
             if future is None or future.done():
                 if isinstance(outcome, Reserved):
-                    self._state.take_back(outcome)
+                    self.state.take_back(outcome)
             elif isinstance(outcome, TanghuluError):
                 future.set_exception(outcome)
             else:
@@ -99,41 +104,16 @@ class PutService:
 
     def _go_on(self) -> None:
         """Continue making room, in steps, so that the loop serves others in between."""
-        if self._state.has_more_to_do and self._next_step is None:
+        if self.state.has_more_to_do and self._next_step is None:
             self._next_step = asyncio.get_running_loop().call_soon(self._step)
 
     def _step(self) -> None:
         self._next_step = None
         self.room_changed()
 
-    def reserve_at_once(self, items: Sequence[NewChunk], holder: Holder | None) -> list[Written]:
-        """Reserve ranges for the first of ``items``, as far as possible without waiting."""
-        outcomes: list[Written] = []
-        for new in items:
-            try:
-                outcome = self._state.reserve_at_once(new, holder)
-            except TanghuluError as error:
-                outcomes.append(error.with_traceback(None))
-                continue
-            if outcome is None:
-                break
-            outcomes.append(outcome)
-        return outcomes
-
-    async def reserve_rest(
-        self, items: Sequence[NewChunk], outcomes: list[Written], holder: Holder | None, until_s: float
-    ) -> list[Written]:
-        """Continue where ``reserve_at_once`` stopped with ``outcomes``."""
-        while len(outcomes) < len(items):
-            try:
-                outcomes.append(await self._wait_for_room(items[len(outcomes)], holder, until_s))
-            except TanghuluError as error:
-                outcomes.append(error.with_traceback(None))
-            outcomes += self.reserve_at_once(items[len(outcomes) :], holder)
-        return outcomes
-
-    async def _wait_for_room(self, new: NewChunk, holder: Holder | None, until_s: float) -> Reserved | Existed:
-        waiter = self._state.wait_for_room(new, holder)
+    async def wait_for_room(self, new: NewChunk, holder: Holder | None, until_s: float) -> Reserved | Existed:
+        """Return the range of a put that waits its turn; raises StoreFull at ``until_s``."""
+        waiter = self.state.wait_for_room(new, holder)
         loop = asyncio.get_running_loop()
         begun_s, end = loop.time(), WaitEnd.REFUSED
         future: asyncio.Future[Reserved | Existed] = loop.create_future()
@@ -146,64 +126,23 @@ class PutService:
             return served
         except TimeoutError:
             end = WaitEnd.IN_VAIN
-            raise self._state.give_up_waiting(waiter) from None
+            raise self.state.give_up_waiting(waiter) from None
         finally:
             if end is not WaitEnd.SERVED and future.done() and not future.cancelled() and future.exception() is None:
                 self.take_back([future.result()])  # in the very step in which the wait ended
             self.waits.took(end, loop.time() - begun_s)
-            self._state.stop_waiting(waiter)
+            self.state.stop_waiting(waiter)
             self._waiting.pop(waiter, None)
 
-    def write_at_once(self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool) -> list[Written]:
-        """Reserve, copy and commit the first of ``items``, as far as possible without waiting."""
-        outcomes: list[Written] = []
-        for new, value in items:
-            try:
-                outcome = self._state.reserve_at_once(new, None)
-                if outcome is None:
-                    break
-                outcomes.append(self._fill(outcome, new, value, visible))
-            except TanghuluError as error:
-                outcomes.append(error.with_traceback(None))
-        return outcomes
-
-    async def write_rest(
-        self, items: Sequence[tuple[NewChunk, memoryview]], outcomes: list[Written], *, visible: bool, until_s: float
-    ) -> list[Written]:
-        """Continue where ``write_at_once`` stopped with ``outcomes``."""
-        while len(outcomes) < len(items):
-            new, value = items[len(outcomes)]
-            try:
-                outcomes.append(self._fill(await self._wait_for_room(new, None, until_s), new, value, visible))
-            except TanghuluError as error:
-                outcomes.append(error.with_traceback(None))
-            outcomes += self.write_at_once(items[len(outcomes) :], visible=visible)
-        return outcomes
-
-    async def put_all(
-        self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool, until_s: float
-    ) -> list[PutOutcome]:
-        """Put many values; all are written before waiting for the master, so they share an announcement."""
-        written = self.write_at_once(items, visible=visible)
-        written = await self.write_rest(items, written, visible=visible, until_s=until_s)
-        return await self.settled(written, visible=visible, until_s=until_s)
-
-    def _fill(
-        self, reserved: Reserved | Existed, new: NewChunk, value: memoryview, visible: bool
-    ) -> Reserved | Existed:
-        if isinstance(reserved, Existed):
-            return reserved
-        self.bytes_of(reserved.chunk)[:] = value
-        return self._commit(reserved.chunk, new, visible)
-
-    def _commit(self, chunk: Chunk, new: NewChunk, visible: bool) -> Reserved | Existed:
+    def commit(self, chunk: Chunk, new: NewChunk, *, visible: bool) -> Reserved | Existed:
+        """Commit a reservation that the node has filled; its checksums are computed unless ``new`` has them."""
         checksums = new.checksums if new.checksums.parts else sums.compute(self.bytes_of(chunk))
-        return self._state.commit(chunk, checksums, CommittedBy.node(visible=visible))
+        return self.state.commit(chunk, checksums, CommittedBy.node(visible=visible))
 
     def commit_incoming(self, peer: Peer, new: NewChunk, *, visible: bool) -> Written:
         """Commit the value of ``peer``, which has arrived in place."""
         try:
-            return self._commit(self.incoming.end(peer), new, visible)
+            return self.commit(self.incoming.end(peer), new, visible=visible)
         except TanghuluError as error:
             return error.with_traceback(None)
 
@@ -211,7 +150,7 @@ class PutService:
         """End a client's writing under ``lease_id``; ``commit`` the result. Raises LeaseExpired."""
         chunk = self._leases.chunk(lease_id)
         if chunk in self._unwiped:
-            raise LeaseExpired(f"reservation {lease_id} was not given to anybody yet")
+            raise LeaseExpired(f"reservation {lease_id} has not been granted yet; wait for the answer to RESERVE")
         return self._leases.end_writing(LeaseId(lease_id), session_id)
 
     async def compute_checksums(self, chunk: Chunk) -> Checksums:
@@ -299,7 +238,7 @@ class PutService:
         """Drop reservations whose client will not receive them."""
         for each in reserved:
             if isinstance(each, Reserved):
-                self._state.take_back(each)
+                self.state.take_back(each)
         self.room_changed()
 
     def abort(self, chunks: Sequence[Chunk]) -> None:
@@ -313,6 +252,102 @@ class PutService:
         return self._view[chunk.offset : chunk.offset + chunk.size_bytes]
 
 
+class PutBatch:
+    """The puts of one call, in order; ``written`` has the outcomes so far, with errors as values.
+
+    Without ``values`` the ranges are for the client to write, under leases of ``holder``; otherwise the node copies the
+    values there and commits them. ``step`` serves what needs no waiting, ``finish`` the rest.
+    """
+
+    def __init__(
+        self,
+        puts: PutService,
+        news: Sequence[NewChunk],
+        *,
+        holder: Holder | None = None,
+        values: Sequence[memoryview] | None = None,
+        visible: bool = True,
+    ) -> None:
+        self.written: list[Written] = []
+        self._puts, self._news, self._holder, self._values, self._visible = puts, news, holder, values, visible
+        self._lacks_room = False  # the next one has to wait
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every put has an outcome."""
+        return len(self.written) == len(self._news)
+
+    def step(self) -> None:
+        """Serve up to STEP_ITEMS puts, as far as possible without waiting."""
+        self._lacks_room = False
+        for new in self._news[len(self.written) : len(self.written) + STEP_ITEMS]:
+            try:
+                outcome = self._puts.state.reserve(new, self._holder)
+                if outcome is None:
+                    self._lacks_room = True
+                    break
+                self._take(outcome)
+            except TanghuluError as error:
+                self.written.append(error.with_traceback(None))
+        if self._values is not None:
+            self._puts.room_changed()
+
+    async def finish(self, until_s: float) -> list[Written]:
+        """Serve the other puts, each waiting for room until ``until_s`` if necessary; return all outcomes."""
+        while not self.is_complete:
+            if self._lacks_room:
+                try:
+                    new = self._news[len(self.written)]
+                    self._take(await self._puts.wait_for_room(new, self._holder, until_s))
+                except TanghuluError as error:
+                    self.written.append(error.with_traceback(None))
+            else:
+                await asyncio.sleep(0)
+            self.step()
+        return self.written
+
+    def _take(self, reserved: Reserved | Existed) -> None:
+        if self._values is not None and isinstance(reserved, Reserved):
+            place, chunk = len(self.written), reserved.chunk
+            self._puts.bytes_of(chunk)[:] = self._values[place]
+            self.written.append(self._puts.commit(chunk, self._news[place], visible=self._visible))
+        else:
+            self.written.append(reserved)
+
+
+class Verifier:
+    """The comparisons of one call's chunks with their checksums, a slice at a time: others are served in between."""
+
+    def __init__(self, chunks: NodeChunks, puts: PutService) -> None:
+        self._chunks = chunks
+        self._puts = puts
+        self._left_bytes = _SLICE_BYTES  # of this turn
+
+    async def drop_if_corrupt(self, chunk: Chunk) -> bool:
+        """Return whether the chunk was dropped because its bytes did not match."""
+        if await self.is_intact(chunk) or self._chunks.find(chunk.key) is not chunk:
+            return False
+        return not self._puts.verify(chunk)
+
+    async def is_intact(self, chunk: Chunk) -> bool:
+        """Return whether the chunk's bytes match; True for one that is dropped meanwhile."""
+        if not chunk.checksums.parts:
+            return True
+        running = sums.RunningChecksums(chunk.size_bytes, chunk.checksums.part_bytes)
+        position = 0
+        while position < chunk.size_bytes:
+            if self._left_bytes <= 0:
+                self._left_bytes = _SLICE_BYTES
+                await asyncio.sleep(0)
+                if self._chunks.find(chunk.key) is not chunk:
+                    return True
+            end = min(position + self._left_bytes, chunk.size_bytes)
+            running.add(self._puts.bytes_of(chunk)[position:end])
+            self._left_bytes -= end - position
+            position = end
+        return running.end().parts == chunk.checksums.parts
+
+
 def _wipe(piece: memoryview) -> None:
     np.frombuffer(piece, np.uint8).fill(0)
 
@@ -320,5 +355,5 @@ def _wipe(piece: memoryview) -> None:
 def remaining_s(deadline_ms: int, default_s: float) -> float:
     """Return a request's deadline in seconds, at most ``default_s``; raises InvalidRequest if it is absurd."""
     if deadline_ms > 24 * 3600 * 1000:
-        raise InvalidRequest(f"a deadline of {deadline_ms} ms is longer than a day")
+        raise InvalidRequest(f"a deadline of {deadline_ms} ms is longer than a day; give a shorter one")
     return deadline_ms / 1000 if deadline_ms else default_s

@@ -22,7 +22,7 @@ LOAD_DEADLINE_S = 5.0
 #: A cache of three prompts, so that requests are preempted.
 SMALL = {"num_gpu_blocks_override": 52, "max_num_seqs": 3, "max_model_len": 2048}
 #: What the connector warns of.
-ALONE, AWAY = "is not called for a moment", "the store does not answer"
+ALONE, AWAY = "skipping it for a moment", "the store does not answer"
 
 
 def prompts_of(num_prompts: int, num_tokens: int) -> list[list[int]]:

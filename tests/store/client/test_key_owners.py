@@ -14,12 +14,13 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
-from tanghulu.store.client.logic.master_calls import is_proven, obeyed, take_proof
+from tanghulu.store.client.logic.master_calls import admitted
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import (
     KeyInfo,
     ListKeysReply,
+    ListKeysRequest,
     ReplicateReply,
     ReplicateRequest,
     WaitReply,
@@ -28,7 +29,7 @@ from tanghulu.store.protocol.directory_messages import (
 from tanghulu.store.protocol.key_slots import NUM_RANGES, range_of
 from tanghulu.store.protocol.messages import LocateReply, Location, MastersReply, MastersRequest, ProveReply
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Renewals
+from tanghulu.store.protocol.terms import Renewals, Signature, Term
 from tanghulu.types import Address
 
 A, B = Address("10.0.0.1", 7400), Address("10.0.0.2", 7400)
@@ -41,7 +42,7 @@ OF_B = [n for n, key in enumerate(KEYS) if range_of(key) >= 32]
 
 
 def answer(message: Any, version: int = 42, cluster: int = 7) -> Reply[Any]:
-    message = structs.replace(message, term=version, term_of=cluster)
+    message = structs.replace(message, signature=Signature(Term(version, cluster)))
     return Reply(message, memoryview(b""))
 
 
@@ -183,11 +184,12 @@ def list_all(keys_of: dict[PeerId, list[str]], limit: int) -> list[list[str]]:
     pages: list[list[str]] = []
     after, more = "", True
     while more:
-        split = SplitCall(messages.list_keys("", after, limit))
+        split = SplitCall(methods.LIST_KEYS.call(ListKeysRequest("", after, limit)))
         calls = split.calls(HALVES)
         assert sum(call.request.ranges for _, call in calls) == (1 << NUM_RANGES) - 1, "every range is asked for once"
         assert split.answered([page_of(call, keys_of[peer]) for peer, call in calls], HALVES) is None
-        keys, more = messages.key_page(split.reply())
+        page = split.reply().message
+        keys, more = page.keys, page.more
         pages.append([info.key for info in keys])
         after = pages[-1][-1] if keys else after
     return pages
@@ -209,16 +211,22 @@ def test_each_owner_proves_its_own_lease() -> None:
     clock = ManualClock()
     context = Context("here", "", clock, NodeTable("here"))
     assert context.take_masters(MastersReply.of(HALVES.map, MastersRequest()))
-    reply = Reply(LocateReply(False, (), b"", 42, 7, Renewals(5, 5).packed), memoryview(b""))
+    signature = Signature(Term(42, 7), Renewals(5, 5).packed)
+    reply = Reply(LocateReply(False, (), b"", signature), memoryview(b""))
+
+    def is_accepted(peer: PeerId) -> bool:
+        return context.masters.proofs_of(peer).accepts(signature, clock.now_s())
+
     for peer in (PEER_A, PEER_B):
-        assert obeyed(context, reply, 0.0, peer) is reply
-        assert not is_proven(context, reply, peer)
-    take_proof(context, ProveReply(42, 7, Renewals(6, 6).packed, 5, 2000), 0.0, PEER_A)
-    assert is_proven(context, reply, PEER_A)
-    assert not is_proven(context, reply, PEER_B)
-    assert not is_proven(context, reply), "nor is the leader's"
+        assert admitted(context, reply, 0.0, peer) is reply
+        assert not is_accepted(peer)
+    proof = ProveReply(Signature(Term(42, 7), Renewals(6, 6).packed), 5, 2000)
+    context.masters.proofs_of(PEER_A).record(proof.signature.term, 0.0, proof.renewals, proof.ttl_ms / 1000)
+    assert is_accepted(PEER_A)
+    assert not is_accepted(PEER_B)
+    assert not is_accepted(MASTER), "nor is the leader's"
     clock.advance(2.0)
-    assert not is_proven(context, reply, PEER_A)
+    assert not is_accepted(PEER_A)
 
 
 def test_a_map_that_names_a_master_no_more_has_its_connections_closed() -> None:

@@ -14,7 +14,7 @@ from tanghulu.store.client import Client
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.client.logic.key_owners import KnownMasters
 from tanghulu.store.master.directory.pending_commits import PENDING_S
-from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysReply
+from tanghulu.store.protocol.messages import CommitKeysReply
 from tanghulu.store.protocol.types import RELIED_S, CommitResult, NewChunk
 from tanghulu.types import ChunkKey
 from tests.store.cluster import Cluster, eventually
@@ -45,7 +45,7 @@ client = tanghulu.connect(sys.argv[1], deadline_s=60)
 client.put("before", bytes(4096))
 before(*{
     "reserved": (put, "transfer_all"),  # the node has made room
-    "asked": (blocking, "move"),  # the master has been asked
+    "asked": (blocking, "_move"),  # the master has been asked
     "moved": (FastConnection, "end", 2),  # all bytes are there; the first answer is the node's
     "accepted": (carriers, "_commit_at_nodes"),  # the master's answer, too
 }[sys.argv[2]])
@@ -132,7 +132,7 @@ def test_answers_of_the_master() -> None:
     context = SimpleNamespace(masters=KnownMasters())
     one, two = (CommitCall(context, "n", 1, news) for news in (items[:1], items))  # type: ignore[arg-type]
     accepted, exists = CommitResult.ACCEPTED, CommitResult.EXISTS
-    assert one.results([Reply(CommitKeyReply(accepted), memoryview(b""))]) == [accepted]
+    assert one.results([Reply(CommitKeysReply([accepted]), memoryview(b""))]) == [accepted]
     assert two.results([Reply(CommitKeysReply([accepted, exists]), memoryview(b""))]) == [accepted, exists]
     for nothing in (None, TanghuluError("away"), Reply(CommitKeysReply([accepted]), memoryview(b""))):
         assert two.results([nothing]) == [CommitResult.ASK_NODE] * 2

@@ -16,6 +16,7 @@ import tanghulu
 from tanghulu import aio
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client import Client
+from tanghulu.store.client.logic import operations
 from tanghulu.store.client.logic.effects import Notify, PeerId, Transfer
 from tests.store.client.test_logic import FakeCluster
 from tests.store.cluster import Cluster, Process, eventually
@@ -74,7 +75,7 @@ def test_a_get_that_ends_anywhere_keeps_no_lease() -> None:
         cluster.values["n1"]["k"] = b"right"
         cluster.directory["k"] = ["n1"]
         cluster.num_expiring = 1
-        logic = cluster.do.get(cluster.deadline, "k")
+        logic = operations.get(cluster.context, cluster.deadline, "k")
         try:
             effect: Any = next(logic)
             for _ in range(end):

@@ -20,6 +20,7 @@ from tanghulu.errors import (
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.client.logic import operations, query
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.directory_client import refresh_nodes
 from tanghulu.store.client.logic.effects import (
@@ -34,7 +35,6 @@ from tanghulu.store.client.logic.effects import (
     Transfer,
 )
 from tanghulu.store.client.logic.get import MAX_PINNED_AGAIN
-from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.protocol import checksums, methods
@@ -69,7 +69,6 @@ class FakeCluster:
         self.term = NO_TERM  # of the master that the nodes have reported to
         self.context = Context("here", "", self.clock, NodeTable("here"))
         self.context.nodes.update([node(name) for name in names], 1e9)
-        self.do = Operations(self.context, lambda: None)
         self.deadline = Deadline(1.0, self.clock.now_s)
 
     def run(self, logic: Logic[Any]) -> Any:
@@ -139,7 +138,7 @@ class FakeCluster:
             else:
                 data += value
             items.append(Found(len(value), 0, checksums.compute(b"right"), self.num_pins, 0, False))
-        return Reply(GetReply(items, 1000, *self.term), memoryview(data))
+        return Reply(GetReply(items, 1000, self.term), memoryview(data))
 
     def _method_unpin(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         self.told_corrupt += [(peer, key) for key in call.request.corrupt]
@@ -170,7 +169,7 @@ def fake() -> FakeCluster:
 
 
 def get(fake: FakeCluster, key: str = "k") -> bytes:
-    return bytes(fake.run(fake.do.get(fake.deadline, key)).bytes())
+    return bytes(fake.run(operations.get(fake.context, fake.deadline, key)).bytes())
 
 
 def test_a_stale_location_costs_one_question_to_the_master(fake: FakeCluster) -> None:
@@ -246,12 +245,12 @@ def test_while_the_master_rebuilds_it_alone_is_asked_and_nothing_is_denied(fake:
     assert set(fake.asked) == {"master", "b"}, "no node is asked before the master names it"
     fake.asked.clear()
     fake.reported_s = 0.9
-    assert fake.run(fake.do.exists(fake.deadline, "k"))
+    assert fake.run(query.exists(fake.context, fake.deadline, ["k"])) == [True]
     assert set(fake.asked) == {"master"}
     fake.clock = ManualClock()
     fake.deadline = Deadline(1.0, fake.clock.now_s)
     with pytest.raises(DirectoryIncomplete):
-        fake.run(fake.do.exists(fake.deadline, "absent"))
+        fake.run(query.exists(fake.context, fake.deadline, ["absent"]))
     fake.clock = ManualClock()
     fake.deadline = Deadline(1.0, fake.clock.now_s)
     with pytest.raises(DirectoryIncomplete):
@@ -290,28 +289,28 @@ def test_clients_that_began_together_do_not_ask_together_for_ever() -> None:
 def test_a_put_waits_for_the_first_node_that_comes_to_a_new_master(fake: FakeCluster) -> None:
     fake.context.nodes = NodeTable("here")
     fake.incomplete, fake.comes_s, fake.deadline = True, 5.0, Deadline(8.0, fake.clock.now_s)
-    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
+    assert fake.run(operations.put(fake.context, fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
     assert 5.0 <= fake.clock.now_s() < 5.5
     fake.context.nodes, fake.comes_s = NodeTable("here"), 9.0
     with pytest.raises(NodeUnavailable):
-        fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), OK))
+        fake.run(operations.put(fake.context, fake.deadline, PutItem("l", b"right"), OK))
     assert 7.5 <= fake.clock.now_s() <= 8.0
 
 
 def test_a_full_or_dead_node_sends_a_put_elsewhere(fake: FakeCluster) -> None:
     fake.full.add("a")
-    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
+    assert fake.run(operations.put(fake.context, fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
     assert fake.values["b"] == {"k": b"right"}
     fake.dead.add("b")
     with pytest.raises((StoreFull, NodeUnavailable)):
-        fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), OK))
+        fake.run(operations.put(fake.context, fake.deadline, PutItem("l", b"right"), OK))
 
 
 def test_replicas_go_to_different_nodes_and_fewer_are_told(fake: FakeCluster) -> None:
     two = PutOptions(replicas=2)
-    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), two)).num_replicas == 2
+    assert fake.run(operations.put(fake.context, fake.deadline, PutItem("k", b"right"), two)).num_replicas == 2
     fake.dead.add("b")
-    assert fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), two)).num_replicas == 1
+    assert fake.run(operations.put(fake.context, fake.deadline, PutItem("l", b"right"), two)).num_replicas == 1
 
 
 def test_local_nodes_share_the_keys_and_keep_them() -> None:
@@ -357,23 +356,23 @@ def test_what_a_node_held_that_leaves_is_removed_where_it_is_now(leaving: Leavin
     leaving.values["b"]["moved"] = b""
     leaving.directory["moved"].append("b")  # the drain has copied it
     keys = list(leaving.directory)
-    assert leaving.run(leaving.do.remove_many(leaving.deadline, keys)) == [True, True, True, False, False]
+    assert leaving.run(query.remove(leaving.context, leaving.deadline, keys)) == [True, True, True, False, False]
     assert leaving.values["b"] == {}
-    assert leaving.run(leaving.do.remove(leaving.deadline, "only")) is False
+    assert leaving.run(query.remove(leaving.context, leaving.deadline, ["only"], True)) == [False]
 
 
 def test_a_copy_of_which_the_master_hears_late_is_removed_too(leaving: LeavingCluster) -> None:
     leaving.values["b"]["moved"] = b""
     leaving.reported_s = 0.01  # the second look-up finds it
-    assert leaving.run(leaving.do.remove(leaving.deadline, "moved")) is True
+    assert leaving.run(query.remove(leaving.context, leaving.deadline, ["moved"], True)) == [True]
     assert leaving.values["b"].keys() == {"both", "here"}
 
 
 def test_a_holder_that_stays_away_is_told(leaving: LeavingCluster) -> None:
     leaving.left_s = 1e9
     keys = list(leaving.directory)
-    moved, both, here, only, none = leaving.run(leaving.do.remove_many(leaving.deadline, keys))
+    moved, both, here, only, none = leaving.run(query.remove(leaving.context, leaving.deadline, keys))
     assert (here, none) == (True, False)
     assert all(isinstance(each, NodeUnavailable) for each in (moved, both, only))
     with pytest.raises(NodeUnavailable):
-        leaving.run(leaving.do.remove(leaving.deadline, "only"))
+        leaving.run(query.remove(leaving.context, leaving.deadline, ["only"], True))

@@ -18,7 +18,7 @@ from tanghulu.store.client.logic.master_calls import MasterCalls
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import LocateReply, LocateRequest, ProveReply
-from tanghulu.store.protocol.terms import Renewals
+from tanghulu.store.protocol.terms import Renewals, Signature, Term
 from tanghulu.types import Address
 
 LOCATE = methods.LOCATE.call(LocateRequest(["k"], False))
@@ -28,7 +28,7 @@ AWAY = NodeUnavailable("refused")
 
 def answer(term: int = 0, renewals: Renewals | None = None) -> Reply[Any]:
     packed = 0 if renewals is None else renewals.packed
-    return Reply(LocateReply(False, (None,), b"", term, ETCD if term else 0, packed), memoryview(b""))
+    return Reply(LocateReply(False, (None,), b"", Signature(Term(term, ETCD if term else 0), packed)), memoryview(b""))
 
 
 class Driver:
@@ -119,7 +119,7 @@ def test_owners_are_called_once_and_their_silence_is_a_masters() -> None:
 
 def test_an_answer_counts_when_its_master_has_proven_that_its_lease_lives() -> None:
     driver, right = Driver("a:1,b:1"), answer(5, Renewals(3, 3))
-    proof = Reply(ProveReply(5, ETCD, Renewals(4, 4).packed, 3, 3000), memoryview(b""))
+    proof = Reply(ProveReply(Signature(Term(5, ETCD), Renewals(4, 4).packed), 3, 3000), memoryview(b""))
     assert driver.run(lambda number: right if number == 0 else proof) == [right]
     assert [method for _, method in driver.called] == [LOCATE.method, methods.PROVE.number]
     assert driver.run(lambda _: right) == [right]
@@ -128,10 +128,10 @@ def test_an_answer_counts_when_its_master_has_proven_that_its_lease_lives() -> N
 
 def test_an_answer_without_proof_or_of_a_term_that_is_over_does_not_count() -> None:
     driver, right = Driver("a:1,b:1"), answer(5, Renewals(3, 3))
-    stale = Reply(ProveReply(5, ETCD, Renewals(3, 3).packed, 3, 3000), memoryview(b""))
+    stale = Reply(ProveReply(Signature(Term(5, ETCD), Renewals(3, 3).packed), 3, 3000), memoryview(b""))
     (unproven,) = driver.run(lambda number: (right, stale)[number % 2])
     assert isinstance(unproven, MasterUnavailable)
-    assert driver.context.masters.fence.admits(9, ETCD)
+    assert driver.context.masters.fence.admits(Term(9, ETCD))
     (deposed,) = driver.run(lambda _: answer(5))
     assert isinstance(deposed, NotLeader)
     assert "one of term 9 has led since" in deposed.message

@@ -228,11 +228,12 @@ async def test_a_node_learns_that_a_range_has_come_back_before_it_is_heard(
 ) -> None:
     known = masters.ownerships[0].map
     node = nodes[0].instance
-    request = NodeAnnouncement(node.id, node.generation, map_version=known.version, owned=1, term_of=known.cluster)
-    for term in (known.term_of(0) - 1, known.term_of(0)):
-        calling = ask_master(nodes[0].connection, methods.ANNOUNCE, structs.replace(request, term=term))
-        if term < known.term_of(0):
+    request = NodeAnnouncement(node.id, node.generation, map_version=known.version, owned=1)
+    for number in (known.term_of(0) - 1, known.term_of(0)):
+        announcement = structs.replace(request, term=Term(number, known.cluster))
+        calling = ask_master(nodes[0].connection, methods.ANNOUNCE, announcement)
+        if number < known.term_of(0):
             with pytest.raises(KeysMoved):
                 await calling
         else:
-            assert (await calling).term == known.version
+            assert (await calling).signature.term.number == known.version

@@ -20,8 +20,9 @@ from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.client.logic import operations
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.logic.master_calls import obeyed
+from tanghulu.store.client.logic.master_calls import admitted
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutItem
 from tanghulu.store.master.core import Master
@@ -37,16 +38,16 @@ from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, 
 from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, WaitRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS
 from tanghulu.store.protocol.messages import (
-    CommitKeyReply,
+    CommitKeysReply,
     CommitKeysRequest,
     LocateReply,
     LocateRequest,
     ProveReply,
     ProveRequest,
 )
-from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, PROVE, WAIT
+from tanghulu.store.protocol.methods import COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, PROVE, WAIT
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
-from tanghulu.store.protocol.terms import NO_TERM, Renewals, Term
+from tanghulu.store.protocol.terms import NO_TERM, Renewals, Signature, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import Address, ChunkKey, Role
@@ -120,7 +121,7 @@ class ElectedMaster:
         master = Master(term, clock.now_s(), 0.0, rng=Random(1), shares=True)
         server = self.server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1))
         duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.update_nodes)
-        owning = self.leadership = EtcdOwnership([Address("127.0.0.1", 1)], itself, 3.0, clock, duties)
+        owning = self.ownership = EtcdOwnership([Address("127.0.0.1", 1)], itself, 3.0, clock, duties)
         self.etcd = owning._client = FakeEtcd()  # type: ignore[assignment]
         owning.cluster = ETCD
         owning.election.snapshot([], 1, clock.now_s())
@@ -136,7 +137,7 @@ class ElectedMaster:
         keys += [KeySeen(range_name(number), term, LEASE, text=itself.id) for number in range(NUM_RANGES)]
         owning._see(owning.election.seen(keys, clock.now_s()))
         assert owning.leads
-        server.leadership = server.ownership = owning
+        server.ownership = owning
         self.service = FastService()
         calls = DirectoryCalls(self.server)
         calls.serve(self.service)
@@ -205,14 +206,14 @@ async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_s
     master = ElectedMaster(7)
     async with serving(master) as (address, _):
         connection = await AsyncFastConnection.connect(Address.parse(address))
-        said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD)
-        for method, request in ((COMMIT_KEY, said), (COMMIT_KEYS, CommitKeysRequest([said]))):
-            with pytest.raises(KeysMoved):
-                await connection.call(method.number, request, method.reply)
-        assert master.leadership.leads, "a client's word deposes nobody"
-        of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD + 1)
-        reply = await connection.call(COMMIT_KEY.number, of_another_etcd, CommitKeyReply)
-        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, 7, ETCD, Renewals(1, 1).packed)
+        said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, Term(9, ETCD))
+        with pytest.raises(KeysMoved):
+            await connection.call(COMMIT_KEYS.number, CommitKeysRequest([said]), CommitKeysReply)
+        assert master.ownership.leads, "a client's word deposes nobody"
+        of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, Term(9, ETCD + 1))
+        reply = await connection.call(COMMIT_KEYS.number, CommitKeysRequest([of_another_etcd]), CommitKeysReply)
+        signature = Signature(Term(7, ETCD), Renewals(1, 1).packed)
+        assert reply.message == CommitKeysReply([CommitResult.ACCEPTED], signature)
         await connection.close()
 
 
@@ -240,7 +241,7 @@ async def test_who_meets_a_leader_whose_lease_is_over_does_not_believe_it(driver
 
         assert await ask()
         master.etcd.has_lease = False
-        assert master.leadership.leads, "it thinks"
+        assert master.ownership.leads, "it thinks"
         with pytest.raises(MasterUnavailable):
             await ask()
 
@@ -256,16 +257,16 @@ async def test_calls_that_wait_for_a_proof_share_renewals_and_end_when_the_maste
         return master.etcd.has_lease
 
     master.etcd.keep_alive = keep_alive  # type: ignore[method-assign]
-    calls = [asyncio.ensure_future(master.leadership.prove()) for _ in range(20)]
+    calls = [asyncio.ensure_future(master.ownership.prove()) for _ in range(20)]
     await asyncio.sleep(0)
-    late = [asyncio.ensure_future(master.leadership.prove()) for _ in range(20)]
+    late = [asyncio.ensure_future(master.ownership.prove()) for _ in range(20)]
     gate.set()
-    told = await asyncio.gather(*calls, *late)
-    assert told == sorted(told)
-    assert told[0] == 1, "the grant of the lease"
+    requested_before = [proof.requested_before for proof in await asyncio.gather(*calls, *late)]
+    assert requested_before == sorted(requested_before)
+    assert requested_before[0] == 1, "the grant of the lease"
     assert asked <= 4, "each renewal serves all who came before it was asked for"
     master.etcd.has_lease = False
-    for failed in await asyncio.gather(*(master.leadership.prove() for _ in range(3)), return_exceptions=True):
+    for failed in await asyncio.gather(*(master.ownership.prove() for _ in range(3)), return_exceptions=True):
         assert isinstance(failed, NotLeader)
 
 
@@ -281,20 +282,22 @@ async def test_a_master_that_was_not_elected_proves_nothing_and_needs_not() -> N
 # --- a client that knows only the master that stood still learns of its successor from nodes
 
 
-OF_OLD = Reply(LocateReply(False, (None,), b"", 7, ETCD), memoryview(b""))
+OF_OLD = Reply(LocateReply(False, (None,), b"", Signature(Term(7, ETCD))), memoryview(b""))
 
 
 @pytest.mark.parametrize("operation", ["get", "put"])
 def test_the_answers_of_nodes_tell_the_newest_term(operation: str) -> None:
     fake = FakeCluster("a")
     fake.values["a"]["k"], fake.directory["k"] = b"right", ["a"]
-    assert obeyed(fake.context, OF_OLD) is OF_OLD
+    assert admitted(fake.context, OF_OLD) is OF_OLD
     fake.term = Term(9, ETCD)
     logic = (
-        fake.do.get(fake.deadline, "k") if operation == "get" else fake.do.put(fake.deadline, PutItem("n", b"v"), OK)
+        operations.get(fake.context, fake.deadline, "k")
+        if operation == "get"
+        else operations.put(fake.context, fake.deadline, PutItem("n", b"v"), OK)
     )
     fake.run(logic)
-    assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
+    assert isinstance(admitted(fake.context, OF_OLD), NotLeader)
 
 
 def test_the_memory_of_nodes_of_this_host_tells_the_newest_term() -> None:
@@ -304,12 +307,12 @@ def test_the_memory_of_nodes_of_this_host_tells_the_newest_term() -> None:
     fake = FakeCluster("a")
     link: Any = None
     fake.context.mapped[PeerId("a")] = MappedNode(link, reader, 7)
-    assert obeyed(fake.context, OF_OLD) is OF_OLD
+    assert admitted(fake.context, OF_OLD) is OF_OLD
     for term in (Term(9, ETCD), Term(3, ETCD + 1), Term(8, ETCD)):
-        writer.tell_term(term)
+        writer.publish_term(term)
         assert reader.term == term
-    writer.tell_term(Term(9, ETCD))
-    assert isinstance(obeyed(fake.context, OF_OLD), NotLeader)
+    writer.publish_term(Term(9, ETCD))
+    assert isinstance(admitted(fake.context, OF_OLD), NotLeader)
 
 
 def test_a_node_tells_readers_of_its_memory_whom_it_obeys() -> None:
@@ -321,8 +324,8 @@ def test_a_node_tells_readers_of_its_memory_whom_it_obeys() -> None:
     )
     reader = IndexReader(memory, memory, IndexPlace(0, 64, 1))
     assert reader.term == NO_TERM
-    assert state.obeys(9, ETCD)
-    assert not state.obeys(7, ETCD)
+    assert state.admits(Term(9, ETCD))
+    assert not state.admits(Term(7, ETCD))
     assert reader.term == Term(9, ETCD)
 
 
@@ -332,7 +335,6 @@ async def test_every_reply_of_the_directory_carries_the_term() -> None:
     requests = [
         (LOCATE, LocateRequest(["k"], True)),
         (LOCATE, LocateRequest(["k"], False)),
-        (COMMIT_KEY, said),
         (COMMIT_KEYS, CommitKeysRequest([said])),
         (NODES, NodesRequest()),
         (LIST_KEYS, ListKeysRequest()),
@@ -342,5 +344,5 @@ async def test_every_reply_of_the_directory_carries_the_term() -> None:
         connection = await AsyncFastConnection.connect(Address.parse(address))
         for method, request in requests:
             reply = (await connection.call(method.number, request, method.reply)).message
-            assert (reply.term, reply.term_of) == (7, ETCD), method.name
+            assert reply.signature.term == (7, ETCD), method.name
         await connection.close()

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from tanghulu.discovery.base import Instance
-from tanghulu.errors import KeysMoved
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.wire import Body
@@ -28,13 +27,14 @@ from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.master.election.ownership import Ownership
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
 from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.store.protocol.range_map import RangeMap
-from tanghulu.store.protocol.terms import Renewals
+from tanghulu.store.protocol.terms import Signature
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
 from tests.free_ports import free_port
 
@@ -50,14 +50,15 @@ class InProcess(Process):
     address: asyncio.Future[Address]
 
 
-class FixedOwnership:
-    """What the test says that one of several masters owns, and what it knows of the others."""
+class FixedOwnership(Ownership):
+    """The ranges owned by one of several masters, as set by the test; callers accept it without a proof."""
 
     shares = True
-    renewals = Renewals()  # callers are to believe it without a proof
+    map = RangeMap.of_one(None)
 
-    def refusal(self) -> KeysMoved:
-        return KeysMoved.known_in(self.map.version)
+    @property
+    def signature(self) -> Signature:
+        return Signature(self.map.newest_term)
 
     def __init__(self) -> None:
         self._owned: frozenset[int] = frozenset()

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.store.master.election.assignment import assign, standbys
+from tanghulu.store.master.election.masters_view import assign, standbys
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 
 IDS = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12), min_size=1, max_size=70)

@@ -287,7 +287,7 @@ def test_what_is_asked_for_is_copied_ahead_and_goes_when_nobody_asks_any_more() 
 def test_what_is_asked_for_is_bounded() -> None:
     world = World("a", "b")
     world.put("a", num=10)
-    with pytest.raises(InvalidRequest, match="0 holders"):
+    with pytest.raises(InvalidRequest, match="holders=0"):
         world.planner.ask(["k0001"], 0, 1.0, world.now_s)
     with pytest.raises(InvalidRequest, match="at most 3600 s"):
         world.planner.ask(["k0001"], 2, 1e9, world.now_s)

@@ -227,7 +227,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 assert {found.version} == self.versions(key)
                 assert found.size_bytes == size_of(found.version)
         for view in self.directory.nodes():
-            assert view.num_chunks == len(self.nodes[view.instance.id].holds)
+            assert self.directory.num_chunks(view.instance.id) == len(self.nodes[view.instance.id].holds)
 
     @invariant()
     def pages_are_whole(self) -> None:

@@ -111,4 +111,4 @@ def test_one_of_several_owners_tells_the_term_of_now_and_of_no_drain_that_is_ove
     ownership.map = replace(ownership.map, version=50)
     known = NodesRequest(versioned=True, known_version=first.version, known_generation=5)
     again = answer(nodes, known)
-    assert (again.unchanged, first.term, again.term) == (True, 1, 50)
+    assert (again.unchanged, first.signature.term.number, again.signature.term.number) == (True, 1, 50)

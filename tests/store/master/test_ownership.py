@@ -15,9 +15,10 @@ import pytest
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.errors import MasterUnavailable, NotLeader
-from tanghulu.store.master.election.assignment import assign
+from tanghulu.store.master.election.masters_view import assign
 from tanghulu.store.master.election.ownership import EtcdOwnership
 from tanghulu.store.protocol.key_slots import NUM_RANGES
+from tanghulu.store.protocol.terms import Renewals
 from tanghulu.types import Address, InstanceId, Role
 from tests.discovery.sources import etcd_here
 from tests.store.elected_cluster import EtcdServer
@@ -111,11 +112,15 @@ async def test_the_lease_is_proven_by_a_renewal_behind_the_call() -> None:
         ownership = running[0].ownership
         with pytest.raises(NotLeader):
             await ownership.prove()
-        assert ownership.renewals.confirmed == 0 < ownership.renewals.packed
+        assert Renewals.of(ownership.signature.renewals).confirmed == 0 < ownership.signature.renewals
         await until(lambda: shared(running, "a"))
-        before = ownership.renewals.confirmed
-        numbers = await asyncio.gather(*(ownership.prove() for _ in range(50)))
-        assert ownership.renewals.confirmed > max(numbers) >= before
+        before = Renewals.of(ownership.signature.renewals).confirmed
+        proofs = await asyncio.gather(*(ownership.prove() for _ in range(50)))
+        assert (
+            Renewals.of(ownership.signature.renewals).confirmed
+            > max(each.requested_before for each in proofs)
+            >= before
+        )
 
 
 async def test_owners_know_the_nodes_that_the_leader_lets_in() -> None:

@@ -22,6 +22,7 @@ from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
+from tanghulu.store.protocol.messages import Location
 from tanghulu.types import Place, Role
 from tests.store.master.running_master import instance
 
@@ -247,8 +248,8 @@ def test_a_page_does_not_walk_over_all_dead_keys_at_once() -> None:
         def keys_from(self, first: str, *, inclusive: bool = True) -> list[str]:
             return [f"k{n:02}" for n in range(20) if f"k{n:02}" > first or (inclusive and f"k{n:02}" == first)]
 
-        def find(self, key: str) -> str | None:
-            return living.get(key)
+        def find(self, key: str) -> Location | None:
+            return Location(1, 1, ("n",), 1) if key in living else None
 
     after, got, num_pages = "", [], 0
     while True:

@@ -6,13 +6,13 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
-from tanghulu.store.master.election.assignment import assign
 from tanghulu.store.master.election.masters_view import (
     LEADER,
     MASTERS,
     NODES,
     KeySeen,
     MastersView,
+    assign,
     range_name,
 )
 from tanghulu.store.master.election.range_election import (
@@ -382,7 +382,7 @@ def test_who_tells_of_renewals_while_it_owns_nothing_is_caught(monkeypatch: pyte
 
     class Mutant(RangeElection):
         def renewals(self, now_s: float) -> Renewals:
-            return Renewals(self.num_asked, self.num_confirmed)
+            return Renewals(self.num_requested, self.num_confirmed)
 
     monkeypatch.setattr(range_election, "RangeElection", Mutant)
     assert caught(range(8, 50), only_pauses=True)

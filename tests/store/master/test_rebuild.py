@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.discovery.base import HOLDS_NOTHING
-from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Membership, MembershipEvent, Rebuild
-from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
+from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import ALL_BITS, NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, range_of, slot_of
+from tanghulu.store.protocol.messages import Location
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
 from tests.store.master.running_master import instance
@@ -35,7 +36,7 @@ def report(directory: RangeDirectories, name: str) -> None:
     directory.check()
 
 
-def tell(directory: RangeDirectories, name: str, report_id: int, piece: ReportPiece) -> Announced:
+def tell(directory: RangeDirectories, name: str, report_id: int, piece: ReportPiece) -> AnnounceReply:
     answer = directory.announce(NodeAnnouncement(name, 7, report_id=report_id, piece=piece), 0.0)
     directory.check()
     return answer
@@ -171,7 +172,7 @@ def test_what_a_node_that_comes_back_has_yet_to_tell_is_not_missing() -> None:
     tell(directory, "b", 2, ReportPiece(1, NUM_SLOTS, [(HIGH, 1, 10, 0)]))
     assert directory.is_ready
     assert directory.announce(NodeAnnouncement("a", 7, fresh), 5.0).accepted == [False]
-    assert directory.find(HIGH) == (1, 10, ("b",), 1)
+    assert directory.find(HIGH) == Location(1, 10, ("b",), 1)
 
 
 def test_a_node_that_comes_back_and_goes_again_is_not_waited_for() -> None:

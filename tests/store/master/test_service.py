@@ -117,10 +117,10 @@ async def test_typed_errors(ask: Ask, address: Address, discovery: MasterDiscove
     async with node(address, discovery) as n1:
         with pytest.raises(InvalidRequest, match="another process took its place"):
             await ask(methods.ANNOUNCE, NodeAnnouncement("n1", 6))
-        with pytest.raises(StoreFull, match="none of 1 nodes takes"):
+        with pytest.raises(StoreFull, match="none of 1 nodes accepts"):
             await ask(methods.PLACE, PlaceRequest(size_bytes=1))
         await n1.announce(capacity=100)
-        with pytest.raises(StoreFull, match="none of 1 nodes takes"):
+        with pytest.raises(StoreFull, match="none of 1 nodes accepts"):
             await ask(methods.PLACE, PlaceRequest(size_bytes=101))
         with pytest.raises(InvalidRequest, match="zone/rack/host"):
             await ask(methods.PLACE, PlaceRequest(size_bytes=1, client_place="nowhere"))

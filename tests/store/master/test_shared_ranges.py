@@ -7,9 +7,9 @@ import pytest
 from tanghulu.store.master.core import LOST_GRACE_S, Master
 from tanghulu.store.master.directory.inventories import InventoryState
 from tanghulu.store.master.directory.listing import list_keys
-from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
+from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S, NodesInEtcd
-from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, ReportPiece
+from tanghulu.store.protocol.announcements import AnnounceReply, ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of, slot_of
 from tests.store.master.running_master import instance
 
@@ -24,7 +24,7 @@ def announce(directory: RangeDirectories, report_id: int = 0, **values: object) 
     return directory.announce(said, 1.0).accepted
 
 
-def announced(directory: RangeDirectories, report_id: int, piece: ReportPiece | None = None) -> Announced:
+def announced(directory: RangeDirectories, report_id: int, piece: ReportPiece | None = None) -> AnnounceReply:
     """The answer to a part of a report of the ranges OWNED and 6."""
     numbers = frozenset({OWNED, 6})
     return directory.announce(
@@ -155,7 +155,7 @@ def test_a_node_that_lost_the_last_answer_to_its_report_may_tell_the_end_again()
     assert not announced(directory, 1, piece).report_wanted
     assert announced(directory, 0).report_keys == 0
     directory.begin_range(6)
-    assert list(announced(directory, 1).unreported) == [6]
+    assert [each.number for each in announced(directory, 1).ranges if each.wanted] == [6]
     directory.check()
 
 

@@ -6,7 +6,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.eviction import make_policy
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
-from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Outcome, Reserved, Waiter
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin
@@ -39,8 +39,15 @@ def new(key: str, size: int = 64, version: int = 1, pin: Pin = Pin.NONE, ttl_s: 
     return NewChunk(ChunkKey(key), version, size, SUM, pin, ttl_s)
 
 
+Outcome = Reserved | Existed | Waiter
+
+
+def reserve_or_wait(state: NodeState, new: NewChunk, holder: Holder | None) -> Outcome:
+    return state.reserve(new, holder) or state.wait_for_room(new, holder)
+
+
 def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
-    outcome = finished(state, state.reserve(item, None))
+    outcome = finished(state, reserve_or_wait(state, item, None))
     assert not isinstance(outcome, Waiter), "no room"
     if isinstance(outcome, Existed):
         return outcome

@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.outbox import MasterOutbox, ReportMessage
 from tanghulu.store.node.state.outcomes import Reserved
-from tanghulu.store.protocol.key_slots import NUM_RANGES, known_below, range_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS, range_of
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey
-from tests.store.node.rig import GENERATION, make_state, new, put
+from tests.store.node.rig import GENERATION, make_state, new, put, reserve_or_wait
 
 KEYS = [f"k{n}" for n in range(12)]
 NUMBERS = sorted({range_of(key) for key in KEYS})
@@ -103,7 +103,7 @@ class AnyOwners(RuleBasedStateMachine):
             outbox.requeue()
             return
         outbox.done()
-        outbox.granted(2, known_below(1024))
+        outbox.granted(2, bytes([RANGE_SLOTS] * NUM_RANGES))
         for chunk in message.added:
             if message.concerns(chunk.key):
                 self.state.reported(chunk, accepted=True)
@@ -203,7 +203,7 @@ def test_a_flush_waits_for_what_came_behind_the_message_under_way() -> None:
 def test_a_commit_at_an_owner_whose_term_is_over_is_not_valid() -> None:
     state = make_state()
     key = ChunkKey("k1")
-    reserved = state.reserve(new(key), None)
+    reserved = reserve_or_wait(state, new(key), None)
     assert isinstance(reserved, Reserved)
     chunk = reserved.chunk
     assert isinstance(chunk, Chunk)

@@ -14,7 +14,7 @@ from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, LeaseId
-from tests.store.node.rig import CAPACITY, COPIES, MAPS, commit, make_state, new
+from tests.store.node.rig import CAPACITY, COPIES, MAPS, commit, make_state, new, reserve_or_wait
 
 # --- any sequence
 
@@ -40,7 +40,7 @@ class AnyNode(RuleBasedStateMachine):
     )
     def reserve(self, key: str, size: int, maps: bool, pin: Pin, ttl_s: float | None) -> LeaseId:
         try:
-            outcome = self.state.reserve(new(key, size, pin=pin, ttl_s=ttl_s), MAPS if maps else COPIES)
+            outcome = reserve_or_wait(self.state, new(key, size, pin=pin, ttl_s=ttl_s), MAPS if maps else COPIES)
         except (StoreFull, Overloaded):
             return LeaseId(0)
         return outcome.lease_id if isinstance(outcome, Reserved) else LeaseId(0)

@@ -34,7 +34,7 @@ class CommitRig(Rig):
         self, lease_id: int, *, told: bool = True, generation: int = GENERATION, term: Term = NO_TERM
     ) -> list[bool | TanghuluError]:
         """COMMIT of a value that has come; ``told``: the master of ``term`` has accepted it."""
-        request = CommitRequest([CommitItem(lease_id, SUM)], [], True, 1000, int(told), generation, *term)
+        request = CommitRequest([CommitItem(lease_id, SUM)], [], True, 1000, int(told), generation, term)
         outcomes = await results(self.service.commit(self.mine, request, NOTHING))
         self.state.check()
         return outcomes
@@ -59,12 +59,12 @@ async def test_a_committed_value_is_live_at_once_and_announced_with_the_next_mes
 async def test_what_a_deposed_master_has_accepted_is_announced_to_its_successor(
     rig: CommitRig, term: int, stands: bool
 ) -> None:
-    assert rig.state.obeys(9, 77)
+    assert rig.state.admits(Term(9, 77))
     lease_id, chunk = rig.here("k")
     await rig.say(lease_id, term=Term(term, 77))
     assert chunk.state is (ChunkState.LIVE if stands else ChunkState.ANNOUNCING)
-    assert not rig.state.obeys(7, 77)
-    assert rig.state.obeys(9, 77), "a client's word moves no node's fence"
+    assert not rig.state.admits(Term(7, 77))
+    assert rig.state.admits(Term(9, 77)), "a client's word moves no node's fence"
 
 
 @pytest.mark.parametrize(("told", "generation"), [(False, GENERATION), (True, 8)])
@@ -79,7 +79,7 @@ async def test_what_was_not_committed_for_this_run_waits_for_the_master(
 
 async def test_a_second_put_of_the_key_that_ends_first_wins_unless_the_master_has_chosen(rig: CommitRig) -> None:
     lease_id, mine = rig.here("k")
-    theirs = rig.state.reserve_at_once(new("k", version=2), None)
+    theirs = rig.state.reserve(new("k", version=2), None)
     assert isinstance(theirs, Reserved)
     rig.state.commit(theirs.chunk, SUM, CommittedBy.NODE)  # announced to the master, who has not answered
     rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)

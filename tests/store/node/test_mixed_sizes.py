@@ -15,13 +15,13 @@ from tanghulu.store.node.space import space
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
-from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Outcome, Reserved, Waiter, WaitQueue
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved, Waiter, WaitQueue
 from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
-from tests.store.node.rig import COPIES, MAPS, SUM, finished, new
+from tests.store.node.rig import COPIES, MAPS, SUM, Outcome, finished, new, reserve_or_wait
 
 CAPACITY = 1 << 16
 SMALL = 256
@@ -63,7 +63,7 @@ class Node:
         return NewChunk(ChunkKey(key), self._version, size, SUM, pin, ttl_s)
 
     def put(self, key: str, size: int, pin: Pin = Pin.NONE) -> Chunk:
-        outcome = self.state.reserve(self.new(key, size, pin), None)
+        outcome = reserve_or_wait(self.state, self.new(key, size, pin), None)
         outcome = finished(self.state, outcome)
         assert isinstance(outcome, Reserved), outcome
         self.fill(outcome)
@@ -187,7 +187,7 @@ def test_what_is_leased_is_neither_moved_nor_evicted() -> None:
     places = [chunk.offset for chunk in held]
     for number, chunk in enumerate(held):
         node.state.leases.pin(chunk, MAPS if number % 2 else COPIES)
-    outcome = finished(node.state, node.state.reserve(node.new("large", CAPACITY // 16), None))
+    outcome = finished(node.state, reserve_or_wait(node.state, node.new("large", CAPACITY // 16), None))
     while not isinstance(outcome, Reserved):  # perhaps no window is without a lease
         lease_id, _ = node.state.leases.leases()[0]
         node.state.leases.unpin([lease_id], {1, 2})
@@ -207,7 +207,7 @@ def test_nothing_goes_in_vain_while_leases_cut_every_window_short(small_steps: N
     order = scattered(node)
     for number in range(0, NUM_SMALL, 8):
         node.state.leases.pin(node.found(f"k{number}"), COPIES)
-    waiter = finished(node.state, node.state.reserve(node.new("large", CAPACITY // 4), None))
+    waiter = finished(node.state, reserve_or_wait(node.state, node.new("large", CAPACITY // 4), None))
     assert isinstance(waiter, Waiter)
     assert node.names() >= set(order[space.STEP_RESIDENTS :]), "no more than a step's"
     left = node.names()
@@ -229,7 +229,7 @@ def test_nothing_goes_in_vain_while_leases_cut_every_window_short(small_steps: N
 def test_who_begins_to_read_between_two_steps_is_spared(small_steps: None) -> None:
     node = Node()
     order = scattered(node)
-    outcome = node.state.reserve(node.new("large", CAPACITY // 8), None)
+    outcome = reserve_or_wait(node.state, node.new("large", CAPACITY // 8), None)
     pinned: dict[str, int] = {}
     rng = random.Random(5)
     while isinstance(outcome, Waiter):
@@ -258,7 +258,7 @@ def test_a_large_chunk_that_is_removed_while_it_is_copied_leaves_nothing(small_s
         node.put(f"k{i}", CAPACITY // 8)
     node.state.chunks.remove(ChunkKey("k1"))
     node.state.chunks.remove(ChunkKey("k5"))
-    outcome = node.state.reserve(node.new("large", CAPACITY // 4), None)
+    outcome = reserve_or_wait(node.state, node.new("large", CAPACITY // 4), None)
     assert isinstance(outcome, Waiter)
     while not node.state.chunks.space.in_between:
         node.state.admit_waiters()
@@ -276,7 +276,7 @@ def test_a_large_chunk_that_is_removed_while_it_is_copied_leaves_nothing(small_s
 def test_who_gives_up_leaves_no_fence(small_steps: None) -> None:
     node = Node()
     scattered(node)
-    waiter = node.state.reserve(node.new("large", CAPACITY // 4), None)
+    waiter = reserve_or_wait(node.state, node.new("large", CAPACITY // 4), None)
     assert isinstance(waiter, Waiter)
     while node.state.chunks.space.allocator.fence == (0, 0):
         node.state.admit_waiters()
@@ -347,7 +347,7 @@ def test_a_seeded_life(seed: int, small_steps: None) -> None:
             pin = rng.choices(list(Pin), [8, 2, 1])[0]
             ttl_s = rng.choice([None, None, rng.uniform(0.1, 3)])
             try:
-                took(state.reserve(node.new(key, size, pin, ttl_s), rng.choice([None, COPIES])))
+                took(reserve_or_wait(state, node.new(key, size, pin, ttl_s), rng.choice([None, COPIES])))
             except (StoreFull, Overloaded) as error:
                 took(error)
         elif reserved and (roll < 0.65 or len(reserved) > 3):

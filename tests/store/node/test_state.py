@@ -18,17 +18,35 @@ from tanghulu.store.node.state.outbox import MAX_RETRACTED
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
 from tanghulu.store.node.state.reports import NodeReports
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, known_below, slot_of
+from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, RANGE_SLOTS, slot_of
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
-from tests.store.node.rig import CAPACITY, COPIES, GENERATION, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
+from tests.store.node.rig import (
+    CAPACITY,
+    COPIES,
+    GENERATION,
+    LEASE_MS,
+    MAPS,
+    SUM,
+    commit,
+    keys,
+    make_state,
+    new,
+    put,
+    reserve_or_wait,
+)
 
 # --- states
 
 
+def known_below(num_slots: int) -> bytes:
+    """The slots of each range that a master knows which knows the first ``num_slots`` of all."""
+    return bytes(min(max(num_slots - number * RANGE_SLOTS, 0), RANGE_SLOTS) for number in range(NUM_RANGES))
+
+
 def test_unknown_transitions_raise() -> None:
     state = make_state()
-    outcome = state.reserve(new("a"), None)
+    outcome = reserve_or_wait(state, new("a"), None)
     assert isinstance(outcome, Reserved)
     chunk = outcome.chunk
     for event in ChunkEvent:
@@ -40,7 +58,7 @@ def test_unknown_transitions_raise() -> None:
 
 def test_a_chunk_is_served_once_the_master_took_it() -> None:
     state = make_state()
-    outcome = state.reserve(new("a"), COPIES)
+    outcome = reserve_or_wait(state, new("a"), COPIES)
     assert isinstance(outcome, Reserved)
     assert state.chunks.find(ChunkKey("a")) is None
     commit(state, outcome.lease_id, 1, SUM, visible=True)
@@ -63,7 +81,7 @@ def test_chunks_of_a_size_share_its_int() -> None:
 
 def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
     state = make_state()
-    outcome = state.reserve(new("a"), COPIES)
+    outcome = reserve_or_wait(state, new("a"), COPIES)
     assert isinstance(outcome, Reserved)
     commit(state, outcome.lease_id, 1, SUM, visible=True)
     state.reported(outcome.chunk, accepted=False)
@@ -74,7 +92,7 @@ def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
 
 def test_two_reservations_of_one_key_end_as_one_chunk() -> None:
     state = make_state()
-    first, second = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), MAPS)
+    first, second = reserve_or_wait(state, new("a"), COPIES), reserve_or_wait(state, new("a", version=2), MAPS)
     assert isinstance(first, Reserved)
     assert isinstance(second, Reserved)
     assert isinstance(commit(state, second.lease_id, 2, SUM, visible=False), Reserved)
@@ -111,7 +129,7 @@ def test_soft_pins_go_last_and_hard_pins_never() -> None:
     put(state, new("huge", CAPACITY - 64))
     assert keys(state) == ["hard", "huge"]
     with pytest.raises(StoreFull, match="hard pins"):
-        state.reserve(new("hard2", CAPACITY // 4, pin=Pin.HARD), None)
+        reserve_or_wait(state, new("hard2", CAPACITY // 4, pin=Pin.HARD), None)
     state.check()
 
 
@@ -129,9 +147,9 @@ def test_a_hard_pin_keeps_a_chunk_that_others_hold_and_none_that_was_removed() -
 
 def test_hard_pins_that_waited_stay_within_their_bound() -> None:
     state = make_state()
-    writing = state.reserve(new("all", CAPACITY), COPIES)
+    writing = reserve_or_wait(state, new("all", CAPACITY), COPIES)
     assert isinstance(writing, Reserved)
-    waiting = [state.reserve(new(f"hard{i}", CAPACITY // 4, pin=Pin.HARD), None) for i in range(3)]
+    waiting = [reserve_or_wait(state, new(f"hard{i}", CAPACITY // 4, pin=Pin.HARD), None) for i in range(3)]
     assert all(isinstance(each, Waiter) for each in waiting)
     state.leases.freed(state.leases.access.release(writing.lease_id))
     outcomes = [type(outcome) for _, outcome in state.admit_waiters()]
@@ -162,13 +180,13 @@ def test_leases_stand_in_the_way_and_nothing_is_dropped_in_vain() -> None:
     pins = [
         state.leases.pin(chunk, COPIES) for i in (1, 3) if (chunk := state.chunks.find(ChunkKey(f"k{i}"))) is not None
     ]
-    waiter = state.reserve(new("large", CAPACITY // 2), None)
+    waiter = reserve_or_wait(state, new("large", CAPACITY // 2), None)
     assert isinstance(waiter, Waiter)
     survivors = keys(state)
     assert state.admit_waiters() == []
     assert state.admit_waiters() == []
     assert keys(state) == survivors
-    small = state.reserve(new("small"), None)
+    small = reserve_or_wait(state, new("small"), None)
     assert isinstance(small, Waiter), "no overtaking"
     state.leases.unpin([pins[0].lease_id], {1})
     served = state.admit_waiters()
@@ -182,9 +200,9 @@ def test_a_waiter_that_gives_up_lets_the_next_one_in() -> None:
     chunk = state.chunks.find(ChunkKey("k"))
     assert chunk is not None
     state.leases.pin(chunk, COPIES)
-    large = state.reserve(new("large", CAPACITY), None)
+    large = reserve_or_wait(state, new("large", CAPACITY), None)
     assert isinstance(large, Waiter)
-    small = state.reserve(new("small"), None)
+    small = reserve_or_wait(state, new("small"), None)
     assert isinstance(small, Waiter)
     assert isinstance(state.give_up_waiting(large), StoreFull)
     assert [w for w, _ in state.admit_waiters()] == [small]
@@ -194,7 +212,7 @@ def test_values_that_never_fit_are_refused_at_the_edge() -> None:
     state = make_state()
     for size in (0, CAPACITY + 1):
         with pytest.raises(InvalidRequest):
-            state.reserve(new("a", size), None)
+            reserve_or_wait(state, new("a", size), None)
 
 
 # --- leases
@@ -203,7 +221,7 @@ def test_values_that_never_fit_are_refused_at_the_edge() -> None:
 def test_a_mapped_reservation_outlives_its_time_until_the_process_exits() -> None:
     clock = ManualClock()
     state = make_state(clock)
-    copied, mapped = state.reserve(new("a"), COPIES), state.reserve(new("b"), MAPS)
+    copied, mapped = reserve_or_wait(state, new("a"), COPIES), reserve_or_wait(state, new("b"), MAPS)
     assert isinstance(copied, Reserved)
     assert isinstance(mapped, Reserved)
     clock.advance(LEASE_MS / 1000 + 1)
@@ -219,7 +237,7 @@ def test_a_mapped_reservation_outlives_its_time_until_the_process_exits() -> Non
 
 def test_beyond_its_cap_a_mapping_client_gets_copies() -> None:
     state = make_state(mapped_bytes=100)
-    first, second = state.reserve(new("a"), MAPS), state.reserve(new("b"), MAPS)
+    first, second = reserve_or_wait(state, new("a"), MAPS), reserve_or_wait(state, new("b"), MAPS)
     assert isinstance(first, Reserved)
     assert isinstance(second, Reserved)
     assert (first.copies_only, second.copies_only) == (False, True)
@@ -317,7 +335,7 @@ def test_puts_that_came_to_nothing_are_retracted_once() -> None:
     """Whichever way: given back, its lease ended, its checksums wrong, or after a put of the key that was faster."""
     state = make_state()
     queue = state.reports.leader
-    back, ended, wrong, late = (state.reserve(new(key), COPIES) for key in "abcd")
+    back, ended, wrong, late = (reserve_or_wait(state, new(key), COPIES) for key in "abcd")
     assert isinstance(back, Reserved)
     assert isinstance(ended, Reserved)
     assert isinstance(wrong, Reserved)
@@ -333,13 +351,13 @@ def test_puts_that_came_to_nothing_are_retracted_once() -> None:
     queue.requeue()
     assert queue.take().retracted == []
     queue.done()
-    again, other = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), COPIES)
+    again, other = reserve_or_wait(state, new("a"), COPIES), reserve_or_wait(state, new("a", version=2), COPIES)
     assert isinstance(again, Reserved)
     assert isinstance(other, Reserved)
     assert not state.is_commit_valid(again.chunk, GENERATION), "the retraction may arrive behind the commit"
     assert state.is_commit_valid(other.chunk, GENERATION)
     # a second try of a put: what the first one left must not end it
-    first, second = state.reserve(new("e"), COPIES), state.reserve(new("e"), COPIES)
+    first, second = reserve_or_wait(state, new("e"), COPIES), reserve_or_wait(state, new("e"), COPIES)
     assert isinstance(first, Reserved)
     assert isinstance(second, Reserved)
     commit(state, second.lease_id, 1, SUM, visible=True)

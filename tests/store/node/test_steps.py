@@ -15,7 +15,7 @@ from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
-from tanghulu.store.node.rpc.service import STEP_ITEMS, NodeService
+from tanghulu.store.node.rpc.service import NodeService
 from tanghulu.store.node.rpc.sessions import Session
 from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.tier import SsdPlace, SsdTier, open_tier
@@ -23,13 +23,13 @@ from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, encode_head
-from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.node.writes.puts import STEP_ITEMS, PutService
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, compute
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, PutReply, UnpinRequest
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.types import ChunkKey
-from tests.store.node.rig import COPIES, GENERATION, LEASE_MS, new, put
+from tests.store.node.rig import COPIES, GENERATION, LEASE_MS, new, put, reserve_or_wait
 
 MANY = 5 * STEP_ITEMS
 
@@ -87,7 +87,7 @@ class Steps:
 
 async def test_commits_of_what_is_not_the_clients_are_done_with_in_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    other = rig.state.reserve(new("theirs"), rig.peer.state.holder)
+    other = reserve_or_wait(rig.state, new("theirs"), rig.peer.state.holder)
     assert isinstance(other, Reserved)
     rig.peer.state = Session(SessionKey(3, b""), "thief", None, COPIES, (3,))
     told = Steps(monkeypatch, Failure, "of")
@@ -103,7 +103,7 @@ async def test_many_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the client has committed at the master are not asked about; one that is refused shifts no other."""
     rig = Rig()
     sums = compute(bytes(1))
-    reserved = [rig.state.reserve(new(str(number), 1), rig.peer.state.holder) for number in range(MANY)]
+    reserved = [reserve_or_wait(rig.state, new(str(number), 1), rig.peer.state.holder) for number in range(MANY)]
     items = [CommitItem(each.lease_id, sums) for each in reserved if isinstance(each, Reserved)]
     assert len(items) == MANY
     items[3] = CommitItem(99_999, sums)

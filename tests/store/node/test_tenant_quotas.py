@@ -20,7 +20,7 @@ from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.protocol.messages import TenantFigures
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
-from tests.store.node.rig import CAPACITY, COPIES, make_state, new, put
+from tests.store.node.rig import CAPACITY, COPIES, make_state, new, put, reserve_or_wait
 
 WEIGHTS = {"a": 60.0, "b": 40.0, "": 10.0}
 SIZE = 64
@@ -119,7 +119,7 @@ def test_a_put_beyond_the_quota_evicts_the_tenants_own() -> None:
     state.chunks.look_up(ChunkKey("@a/0"))
     assert (usage(book, "a").hits, usage(book, "a").hit_bytes, usage(book, "a").misses) == (1, SIZE, 1)
     with pytest.raises(InvalidRequest, match="more than tenant 'a' may hold"):
-        state.reserve(new("@a/large", 5 * SIZE), None)
+        reserve_or_wait(state, new("@a/large", 5 * SIZE), None)
 
 
 def test_many_small_chunks_give_way_in_steps_that_look_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_many_small_chunks_give_way_in_steps_that_look_no_further(monkeypatch: p
     looked = list[ChunkKey]()
     find = state.chunks.table.find
     monkeypatch.setattr(state.chunks.table, "find", lambda key: looked.append(key) or find(key))
-    waiter, steps = state.reserve(new("@a/large", 1500 * SIZE), None), 0
+    waiter, steps = reserve_or_wait(state, new("@a/large", 1500 * SIZE), None), 0
     assert isinstance(waiter, Waiter)
     while state.has_more_to_do:
         before, evicted = len(looked), usage(book, "a").evictions
@@ -167,9 +167,9 @@ def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:
     put(state, new("@a/more"))
     assert held(state, "a") == 3
     with pytest.raises(InvalidRequest, match="on all nodes"):
-        state.reserve(new("@a/large", total + 1), None)
+        reserve_or_wait(state, new("@a/large", total + 1), None)
     with pytest.raises(QuotaExceeded, match="may hold"):
-        state.reserve(new("@a/third", 4 * SIZE), None)
+        reserve_or_wait(state, new("@a/third", 4 * SIZE), None)
 
 
 def test_the_master_adds_up_what_nodes_say() -> None:
@@ -196,9 +196,9 @@ def test_what_is_leased_counts_and_is_not_evicted() -> None:
     assert usage(book, "a").used_bytes == 2 * SIZE, "somebody still reads it"
     state.leases.unpin([pinned.lease_id], [COPIES.session_id])
     assert usage(book, "a").used_bytes == SIZE
-    reserved = [state.reserve(new(f"@a/r{number}"), COPIES) for number in range(2)]
+    reserved = [reserve_or_wait(state, new(f"@a/r{number}"), COPIES) for number in range(2)]
     with pytest.raises(QuotaExceeded, match="tenant 'a' may hold"):
-        state.reserve(new("@a/more"), COPIES)
+        reserve_or_wait(state, new("@a/more"), COPIES)
     assert len(reserved) == 2
     state.check()
 

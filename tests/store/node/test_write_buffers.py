@@ -178,7 +178,7 @@ def test_no_buffer_while_others_wait_for_room_or_the_node_drains() -> None:
     assert writer.closed
     rig = Rig()
     writer = rig.open()
-    assert rig.state.reserve_at_once(new("big", CAPACITY), None) is None
+    assert rig.state.reserve(new("big", CAPACITY), None) is None
     rig.state.wait_for_room(new("big", CAPACITY), None)
     assert rig.state.grant_buffer(SESSION, 64) is None
     rig.later(0.01)
@@ -191,7 +191,7 @@ def test_buffers_take_a_bounded_part_and_evict_for_it() -> None:
     rig = Rig()
     fill = [f"old{i}" for i in range(64)]
     for i, key in enumerate(fill):
-        reserved = rig.state.reserve_at_once(new(key, CAPACITY // 64, version=i), None)
+        reserved = rig.state.reserve(new(key, CAPACITY // 64, version=i), None)
         assert reserved is not None
         rig.state.commit(reserved.chunk, new(key).checksums, CommittedBy.NODE_UNAWAITED)  # type: ignore[arg-type]
         rig.state.chunks.space.end_batch()
@@ -272,7 +272,7 @@ def test_it_displaces_what_the_master_has_not_confirmed() -> None:
     writer = rig.open()
     words: list[list[ReportOutcome]] = []  # of the master, that somebody waits for
     for key, confirmed in (("mine", False), ("theirs", True)):
-        reserved = rig.state.reserve_at_once(new(key, version=1), None)
+        reserved = rig.state.reserve(new(key, version=1), None)
         assert reserved is not None
         rig.state.commit(reserved.chunk, new(key).checksums, CommittedBy.NODE)  # type: ignore[arg-type]
         rig.state.reports.confirm([reserved.chunk], 9.0, words.append)
@@ -357,7 +357,7 @@ class AnyWriteBuffers(RuleBasedStateMachine):
     @rule(key=st.sampled_from("abcdefgh"), size=st.integers(1, 60_000))
     def put(self, key: str, size: int) -> None:
         self.version += 1
-        outcome = self.rig.state.reserve_at_once(new(key, size, version=self.version), None)
+        outcome = self.rig.state.reserve(new(key, size, version=self.version), None)
         if outcome is not None and hasattr(outcome, "lease_id"):
             offset = outcome.chunk.offset
             self.rig.memory[offset : offset + size] = bytes([ord(key)]) * size

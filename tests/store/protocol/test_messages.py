@@ -49,7 +49,6 @@ from tanghulu.store.protocol.directory_messages import (
 from tanghulu.store.protocol.messages import (
     ChunkInfo,
     CommitItem,
-    CommitKeyReply,
     CommitKeysReply,
     CommitKeysRequest,
     CommitRequest,
@@ -91,6 +90,7 @@ from tanghulu.store.protocol.messages import (
     Welcome,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
+from tanghulu.store.protocol.terms import Signature, Term
 from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, Tier
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, SessionKey
@@ -100,7 +100,9 @@ GOLDEN = Path(__file__).parent / "golden_messages.txt"
 SUMS = Checksums(4096, (1, (1 << 64) - 1))
 NEW = NewChunk(ChunkKey("kv/ключ"), 1 << 63, 8192, SUMS, Pin.HARD, 1.5, 3)
 FAILURE = Failure.of(StoreFull("no room"))
-SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, 9, 77)
+NINE = Term(9, 77)
+SIGNED = Signature(NINE, 5)
+SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, NINE)
 SEGMENT = SegmentDescriptor("store", 1 << 40, "host", 3, (Endpoint("shm", "/run/s"), Endpoint("tcp", "a:1", "eth1", 1)))
 WELCOME = Welcome(
     PROTOCOL_VERSION, "node-1", 3, SessionKey(9, bytes(range(16))), SEGMENT, IndexPlace(64, 1 << 14, 7), "@acme/"
@@ -109,12 +111,12 @@ EXAMPLES: list[FastMessage] = [
     NodeHello(PROTOCOL_VERSION, "acme", "secret", "client", "host", True, [5, 6]),
     WELCOME,
     PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000, 3000),
-    PutReply([True, False, FAILURE], 9, 77),
+    PutReply([True, False, FAILURE], NINE),
     ReserveRequest([NEW], 1000),
     ReserveReply([Reservation(1, 64, True), None, FAILURE]),
-    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4, 9, 77),
+    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4, NINE),
     GetRequest(["a", "b"], 65536, True, 1000),
-    GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000, 9, 77),
+    GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000, NINE),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),
     KeysRequest(["a", "b"]),
@@ -132,13 +134,11 @@ EXAMPLES: list[FastMessage] = [
     OpenBufferRequest(4096),
     OpenBufferReply(BufferPlace(128, 256, 1024, 1 << 20, 1 << 22)),
     LocateRequest(["a", "b"], True),
-    LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1", 9, 77, 5),
-    SAID,
-    CommitKeyReply(CommitResult.ACCEPTED, 9, 77, 5),
+    LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1", SIGNED),
     CommitKeysRequest([SAID, SAID]),
-    CommitKeysReply([CommitResult.EXISTS, CommitResult.ACCEPTED, CommitResult.ASK_NODE], 9, 77, 5),
+    CommitKeysReply([CommitResult.EXISTS, CommitResult.ACCEPTED, CommitResult.ASK_NODE], SIGNED),
     ProveRequest(),
-    ProveReply(9, 77, 5, 4, 3000),
+    ProveReply(SIGNED, 4, 3000),
     MastersRequest(9, 77),
     MastersReply(9, 77, ["a:1", "b:2"], bytes([0, 1, 255, 0] * 16), [3, 4, 5, 9] * 16, "t/"),
 ]
@@ -148,20 +148,20 @@ PIECE = ReportPiece(1, 8, [(ChunkKey("k"), (1 << 64) - 1, 5, True)])
 GONE = [Removal(ChunkKey("a"), 1), Removal(ChunkKey("b"), 2)]
 ENTRIES = [ChunkEntry(ChunkKey("kv/ключ"), 1 << 63, 8192, True, True), ChunkEntry(ChunkKey("ab"), 7, 3)]
 COPIED: dict[str, Any] = {"replicated": [("k", 3)], "quiet": True, "hot": [("k", 9)], "failed_copies": ["l"]}
-TERM: dict[str, Any] = {"tenants": {"acme": 5}, "map_version": 9, "owned": (1 << 64) - 1, "term": 9, "term_of": 77}
+TERM: dict[str, Any] = {"tenants": {"acme": 5}, "map_version": 9, "owned": (1 << 64) - 1, "term": NINE}
 EXAMPLES += [
     NodeAnnouncement("n1", 2, ENTRIES, GONE, GONE, GONE, 3, PIECE, frozenset({63}), 9, 8, 7, 6, **COPIED, **TERM),
-    AnnounceReply([True], [0], [1], True, 9, 8, [KnownRange(63, 4, True)], 7, ORDERS, {"acme": 5}, 3, 9, 77, 5),
+    AnnounceReply([True], [0], [1], True, 9, [KnownRange(63, 4, True)], 7, ORDERS, {"acme": 5}, 3, SIGNED),
     PlaceRequest(1000, 2, "n1", "z/r/h"),
-    PlaceReply([VIEW], 9, 77, 5),
+    PlaceReply([VIEW], SIGNED),
     NodesRequest(1, 2, True, 3),
-    NodesReply([VIEW], True, 1, 2, 3, False, 4, True, True, 9, 77, 5),
+    NodesReply([VIEW], True, 1, 2, 3, False, 4, True, True, SIGNED),
     ListKeysRequest("kv/", "kv/a", 9, 3),
-    ListKeysReply([KeyInfo("k", 5, 7, ("n1", "n2"))], True, 9, 77, 5),
+    ListKeysReply([KeyInfo("k", 5, 7, ("n1", "n2"))], True, SIGNED),
     WaitRequest(["a", "b"], 1000),
-    WaitReply(b"\0\1", 9, 77, 5),
+    WaitReply(b"\0\1", SIGNED),
     ReplicateRequest(["a", "b"], 3, 5.5),
-    ReplicateReply(2, 9, 77, 5),
+    ReplicateReply(2, SIGNED),
     EventsRequest("kv/", 5, 2, 3, 1),
     EventBatch(2, [DirectoryEvent(5, DirectoryEventKind.STORED, "n1", ("a", "b"), 3)], 5, 6),
 ]
@@ -254,7 +254,6 @@ WRONG_CHUNKS: list[Any] = [(-1, Pin.SOFT, Tier.SSD), (1, "medium", Tier.SSD), (1
 OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
     *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
-    *(ClientCommit("n", 1, ChunkKey(key), 1, 1) for key in ("", LONG, WIDE)),
     *(CommitKeysRequest([ClientCommit("n", 1, ChunkKey(key), 1, 1)]) for key in ("", LONG, WIDE)),
     PutRequest([NewChunk(ChunkKey("k"), -1, 1)], True, 1),
     PutRequest([NewChunk(ChunkKey("k"), 1, -1)], True, 1),
@@ -280,7 +279,6 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     EvictRequest([], -1),
     VerifyRequest("a", -1),
     TenantsReply([TenantFigures("acme", -1)]),
-    ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44),
     CommitKeysRequest([]),
     CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44)]),
     NodeHello(PROTOCOL_VERSION, held_lease_ids=[-1]),
@@ -288,7 +286,7 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     structs.replace(WELCOME, segment=structs.replace(SEGMENT, size_bytes=-1)),
     structs.replace(WELCOME, segment=structs.replace(SEGMENT, endpoints=(Endpoint("tcp", "a:1", distance=1 << 32),))),
     structs.replace(WELCOME, index=IndexPlace(0, 1 << 32, 7)),
-    CommitKeyReply(3),  # type: ignore[arg-type]
+    CommitKeysReply([3]),  # type: ignore[arg-type]
     *(NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey(key), 1, 1)]) for key in ("", LONG)),
     *(NodeAnnouncement("n", 1, piece=ReportPiece(0, 0, [(ChunkKey(key), 1, 1, False)])) for key in ("", LONG)),
     *(NodeAnnouncement("n", 1, [ChunkEntry(ChunkKey("k"), 1, size)]) for size in (-1, (1 << 40) + 1)),
@@ -322,7 +320,7 @@ def test_the_largest_that_is_within_bounds() -> None:
         PutRequest([NewChunk(ChunkKey("x" * MAX_KEY_BYTES), 1, 1, replicas=255, ttl_s=most / 1000)], True, most),
         PutRequest([NewChunk(ChunkKey("ю" * (MAX_KEY_BYTES // 2)), (1 << 64) - 1, (1 << 64) - 1)], True, 0),
         PutRequest([NewChunk(ChunkKey("k"), 1, MAX_PARTS, Checksums(1, (0,) * MAX_PARTS))], True, 1),
-        ClientCommit("n", 1, ChunkKey("k"), 1, (1 << 44) - 1),
+        CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, (1 << 44) - 1)]),
     ):
         assert back(fine) == fine
 

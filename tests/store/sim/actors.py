@@ -34,7 +34,6 @@ from tanghulu.store.master.core import Master
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
@@ -47,6 +46,7 @@ from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
+from tanghulu.store.node.writes.copier import Copier
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.announcements import Orders
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for

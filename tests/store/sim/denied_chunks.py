@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-from tanghulu.store.master.directory.ranges import Announced, RangeDirectories
-from tanghulu.store.protocol.announcements import NodeAnnouncement
+from tanghulu.store.master.directory.ranges import RangeDirectories
+from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
@@ -47,7 +47,7 @@ class DeniedChunks:
                 if directory is self:
                     denied.difference_update([each for each in denied if range_of(each[0]) == number])
 
-        def announce(self: RangeDirectories, said: NodeAnnouncement, now_s: float) -> Announced:
+        def announce(self: RangeDirectories, said: NodeAnnouncement, now_s: float) -> AnnounceReply:
             answer = announced(self, said, now_s)
             books._take(self, said, answer)
             return answer
@@ -71,7 +71,7 @@ class DeniedChunks:
                 stack.enter_context(mock.patch.object(RangeDirectories, each.__name__, each))
             yield
 
-    def _take(self, directory: RangeDirectories, said: NodeAnnouncement, answer: Announced) -> None:
+    def _take(self, directory: RangeDirectories, said: NodeAnnouncement, answer: AnnounceReply) -> None:
         denied = self._denied[directory, said.node_id]
         denied.update((each.key, each.version) for each in (*said.removed, *said.deleted, *said.retracted))
         self._denied[directory, _EVERYWHERE].update((each.key, each.version) for each in said.deleted)

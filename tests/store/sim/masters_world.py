@@ -16,8 +16,7 @@ from random import Random
 
 from tanghulu.discovery.base import Instance
 from tanghulu.store.master.election import range_election
-from tanghulu.store.master.election.assignment import assign
-from tanghulu.store.master.election.masters_view import LEADER, MASTERS, RANGE_NUMBERS, KeySeen, range_name
+from tanghulu.store.master.election.masters_view import LEADER, MASTERS, RANGE_NUMBERS, KeySeen, assign, range_name
 from tanghulu.store.master.election.range_election import (
     Announce,
     Apply,
@@ -291,7 +290,7 @@ class MastersWorld:
 
         def handle() -> None:
             election = master.election
-            before = election.num_asked
+            before = election.num_requested
             master.proving.append((before, lambda: answer(before)))
             self.perform(master, election.renew(self.clock_s(master)))
 

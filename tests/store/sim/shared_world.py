@@ -31,13 +31,13 @@ from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election import ownership
-from tanghulu.store.master.election.assignment import assign
-from tanghulu.store.master.election.masters_view import RANGE_NUMBERS, range_name
+from tanghulu.store.master.election.masters_view import RANGE_NUMBERS, assign, range_name
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.key_slots import range_of
+from tanghulu.store.protocol.terms import Term
 from tanghulu.types import Address, ChunkKey, InstanceId, Role
 from tests.store.sim.actors import REGISTER_TTL_S, Server, SimProcess
 from tests.store.sim.etcd_process import ETCD, SimEtcd, SimEtcdClient, reached_by
@@ -90,7 +90,7 @@ class SimOwner(SimProcess):
         duties = Duties(self._owns, server.disown, server.lead, server.lead_no_more, server.update_nodes)
         with reached_by(world.etcd):
             self.ownership = EtcdOwnership((), instance, TTL_S, clock, duties)
-        server.leadership = server.ownership = self.ownership
+        server.ownership = self.ownership
         self._world = world
         service = FastService()
         DirectoryCalls(server).serve(service)
@@ -123,7 +123,7 @@ class SimOwner(SimProcess):
     async def registered(self, instance: Instance, lease_id: int) -> int:
         """Enter a node, or renew its lease; raises NotLeader or MasterUnavailable."""
         server = self.shell
-        server.require_leadership()
+        server.ownership.require_lead()
         if not lease_id or not self.core.keep_alive(instance.id, lease_id, server.now_s):
             async with self.ownership.admitting(instance):
                 lease_id = self.core.register(instance, REGISTER_TTL_S, server.now_s)
@@ -159,18 +159,18 @@ class SharedWorld(World):
         self._stopped: set[str] = set()
 
     def run(self) -> Counter[str]:
-        world, believes = self, KeyOwners.believes
+        world, accepts = self, KeyOwners.accepts
 
-        def checked(owners: KeyOwners, peer: Any, numbers: Iterable[int], term: int, term_of: int) -> bool:
+        def checked(owners: KeyOwners, peer: Any, numbers: Iterable[int], term: Term) -> bool:
             numbers = list(numbers)
-            is_believed = believes(owners, peer, numbers, term, term_of)
+            is_believed = accepts(owners, peer, numbers, term)
             for number in numbers if is_believed else ():
                 owner = owners.map.owner_of(number)
-                if owner is not None and (owner, number, term) in world.false_answers:
+                if owner is not None and (owner, number, term.number) in world.false_answers:
                     world.fail(AssertionError(f"{owner} was believed for range {number}, which it did not own"))
             return is_believed
 
-        with mock.patch.object(KeyOwners, "believes", checked), mock.patch.object(ownership, "_TICK_S", _LOOK_S):
+        with mock.patch.object(KeyOwners, "accepts", checked), mock.patch.object(ownership, "_TICK_S", _LOOK_S):
             return super().run()
 
     def clock_s(self) -> float:

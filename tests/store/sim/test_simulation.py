@@ -26,7 +26,7 @@ from tanghulu.store.node.state.outbox import MasterOutbox
 from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.node.writes.incoming import IncomingValues
-from tanghulu.store.protocol.key_slots import RANGE_SLOTS, known_below
+from tanghulu.store.protocol.key_slots import NUM_RANGES, RANGE_SLOTS
 from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
 from tests.store.sim.world import World
@@ -227,7 +227,7 @@ def _decides_before_it_knows(original: Any) -> Any:
 
 def _leaves_undecided_puts_parked(original: Any) -> Any:
     def granted(self: MasterOutbox, num_keys: int, known: bytes) -> None:
-        original(self, num_keys, known_below(0))
+        original(self, num_keys, bytes(NUM_RANGES))
 
     return granted
 

@@ -71,6 +71,6 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tier").touch()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ConfigError, match="is no file of user"):
+    with pytest.raises(ConfigError, match="is not a file of user"):
         TierFile(tmp_path / "tier", CAPACITY)
     assert (tmp_path / "tier").stat().st_size == 0

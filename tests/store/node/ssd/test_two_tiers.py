@@ -22,6 +22,7 @@ from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin, Tier
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
+from tests.store.node.rig import reserve_or_wait
 
 NUM_IN_MEMORY, NUM_BELOW = 8, 16
 
@@ -77,7 +78,7 @@ def put(
     node: NodeState, key: str, version: int = 1, ttl_s: float | None = None, pin: Pin = Pin.NONE
 ) -> Reserved | Existed:
     new = NewChunk(ChunkKey(key), version, 64, Checksums(0, (1,)), pin, ttl_s=ttl_s)
-    outcome = node.reserve(new, None)
+    outcome = reserve_or_wait(node, new, None)
     if isinstance(outcome, Reserved):
         outcome = node.commit(outcome.chunk, new.checksums, CommittedBy.NODE_UNAWAITED)
     assert isinstance(outcome, Reserved | Existed)

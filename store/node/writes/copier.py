@@ -17,10 +17,11 @@ from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk as ReadChunk
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
+from tanghulu.store.client.logic import operations, query
+from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import Deadline, Logic, PeerId
-from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.node.writes.puts import PutBatch, PutService
 from tanghulu.store.protocol.announcements import CopyOrder, Orders
 from tanghulu.store.protocol.messages import ChunkInfo
 from tanghulu.store.protocol.types import NewChunk
@@ -86,19 +87,20 @@ class Copier:
 
     async def _copy(self, driver: AsyncioDriver, order: CopyOrder) -> None:
         deadline = driver.deadline(COPY_DEADLINE_S)
-        info, chunk = await driver.run(_pull(driver, deadline, order), deadline)
+        info, chunk = await driver.run(_pull(driver.context, deadline, order), deadline)
         with chunk:
             new = NewChunk(
                 ChunkKey(order.key), info.version, info.size_bytes, info.checksums, info.pin, info.ttl_s, info.replicas
             )
             until_s = asyncio.get_running_loop().time() + deadline.remaining_s()
             value = chunk.numpy().data.cast("B")
-            (outcome,) = await self._puts.put_all([(new, value)], visible=True, until_s=until_s)
+            written = await PutBatch(self._puts, [new], values=[value]).finish(until_s)
             del value
+            (outcome,) = await self._puts.settled(written, visible=True, until_s=until_s)
         if isinstance(outcome, TanghuluError):
             raise outcome
         if outcome:  # then it is announced already, or another version of the key is
-            raise TanghuluError("the key is here")
+            raise TanghuluError("this node holds the key already")
 
     def _failed(self, order: CopyOrder, error: TanghuluError) -> None:
         _log.info("copy.failed", key=order.key, source=order.source, code=error.code, error=error.message)
@@ -106,13 +108,12 @@ class Copier:
         self._on_failed(order.key)
 
 
-def _pull(driver: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
+def _pull(context: Context, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
     """Return the source's description of the chunk, and its verified bytes."""
-    operations = Operations(driver.context, driver.flush)
-    driver.context.locations.set(order.key, (PeerId(order.source),))
-    chunk = yield from operations.get(deadline, order.key)  # which promotes it from an SSD
+    context.locations.set(order.key, (PeerId(order.source),))
+    chunk = yield from operations.get(context, deadline, order.key)  # which promotes it from an SSD
     try:
-        info = yield from operations.stat_at(order.key, order.source)
+        info = yield from query.stat_at(order.key, order.source)
         if not info.version == chunk.version == order.version:
             raise ChunkNotFound(f"{order.source} holds {order.key!r} at another version than {order.version}")
     except TanghuluError:

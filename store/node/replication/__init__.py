@@ -1,1 +1,0 @@
-"""Copies ordered by the master, pulled from other nodes."""
