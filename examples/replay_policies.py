@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tanghulu.conductor.replay.report import make_report, table
-from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
+from tanghulu.conductor.replay.simulation import ClusterConfig, make_simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, WorkerView
 from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
@@ -56,7 +56,7 @@ def main(trace: str) -> None:
     title, reports = Path(trace).name or "conversations", []
     policies: list[RoutingPolicy] = [Greedy(), *(make_policy(name, PolicyOptions()) for name in ("random", "ttft-min"))]
     for policy in policies:
-        simulation = Simulation(ClusterConfig(num_prefill=4, num_decode=4, blocks=700), policy)
+        simulation = make_simulation(ClusterConfig(num_prefill=4, num_decode=4, blocks=700), policy)
         jobs = simulation.run(requests)
         busy_s = [worker.busy_s for worker in simulation.prefills]
         reports.append(make_report(title, policy.name, jobs, busy_s, simulation.fetched_blocks, (5.0, 0.1)))

@@ -61,7 +61,7 @@ def test_vllm_s_worker_says_what_it_lacks(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     done = _run("vllm-worker", "--model", str(tmp_path), "--port", "0", "--master", "127.0.0.1:1")
     assert done.returncode == 1
-    assert "a vLLM worker runs in vLLM's environment" in done.stderr
+    assert "run tanghulu vllm-worker in vLLM's environment" in done.stderr
 
 
 def test_up_says_what_is_wrong_with_its_directory_and_with_tables_of_its_parts(tmp_path):
@@ -74,7 +74,7 @@ def test_up_says_what_is_wrong_with_its_directory_and_with_tables_of_its_parts(t
     file.write_text("[node]\nport = 1\n")
     done = _run("--config", str(file), "up", "--engine", "mock", "--state-dir", str(tmp_path / "state"))
     assert done.returncode == 7
-    assert "[node] port is decided by `tanghulu up`" in done.stderr
+    assert "[node] port is set by `tanghulu up`" in done.stderr
 
 
 def test_a_table_of_a_part_goes_before_what_up_gives_to_all():

@@ -20,7 +20,7 @@ import pytest
 from tanghulu.conductor.inference.generation import GenerationCall, TextRules
 from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.stories.book import StoryBook
-from tanghulu.eviction import duel, reuse
+from tanghulu.eviction import reuse
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId, Role
 from tests.cluster_sim import text
@@ -100,7 +100,7 @@ class Counting(World):
 @pytest.mark.slow
 def test_as_many_requests_again_leave_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "MIN_GHOSTS", 16)  # so that they are full soon
-    monkeypatch.setattr(duel, "MAX_PAIRS", 8)
+    monkeypatch.setattr(reuse, "MAX_PAIRS", 8)
     world = Counting((Role.PREFILL, Role.DECODE))
     world.run()
     warm, end = world.kept

@@ -164,7 +164,7 @@ async def test_what_is_not_finished_within_the_grace_period_is_told_so(tmp_path)
         process.stopping.set()
         response = await asked
         assert response.status_code == 503
-        assert "stopping" in response.json()["error"]["message"]
+        assert "shutting down" in response.json()["error"]["message"]
         await worker.until(lambda: worker.aborts or not worker.num_running)
 
 

@@ -16,7 +16,6 @@ from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.replicating import CopyRequester
 from tanghulu.errors import TanghuluError
 from tanghulu.store.admin.check import check
-from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, kv_chunk_key, parse_kv_chunk_key
@@ -198,7 +197,7 @@ async def test_a_node_is_drained_when_every_owner_has_moved_its_keys(sharing: El
         async with asyncio.timeout(60.0):
             while not all(len(each.nodes) == 2 for each in await client.list_keys("drained/")):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        assert not (await perform_async(client, check(with_repair=False))).findings
+        assert not (await check(client, with_repair=False)).findings
         assert await client.remove_matching("^drained/") == len(keys)
         assert not await client.list_keys("drained/")
     await asyncio.to_thread(sharing.replace, victim)

@@ -59,7 +59,7 @@ def masters(context: Context, deadline: Deadline) -> Logic[list[MasterView]]:
     owners = context.masters.owners
     if owners is None:
         reply = yield from call_master(messages.nodes())
-        return [_master_view(reply, "", range(NUM_RANGES), reply.message.term)]
+        return [_master_view(reply, "", range(NUM_RANGES), reply.message.signature.term)]
     known = owners.map
     ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}
     calls = [

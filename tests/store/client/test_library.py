@@ -127,7 +127,7 @@ def test_what_is_no_value(client: Client, value: Any) -> None:
 @pytest.mark.parametrize("master", [None, 7, b"127.0.0.1:1"])
 def test_a_master_has_an_address(master: Any) -> None:
     for connect in (tanghulu.connect, aio.connect):
-        with pytest.raises(InvalidRequest, match="a master is named by"):
+        with pytest.raises(InvalidRequest, match="a master is written"):
             connect(master)
 
 

@@ -344,7 +344,7 @@ def test_mutated_bytes_are_refused_or_understood_but_nothing_else(example: FastM
 )
 def test_nonsense(data: bytes) -> None:
     """Among it what clients of version 3 sent: their first byte is never an array's."""
-    with pytest.raises(InvalidRequest, match="bytes are not a LocateRequest"):
+    with pytest.raises(InvalidRequest, match="bytes are not a valid LocateRequest"):
         parser_of(LocateRequest)(data)
 
 
@@ -353,7 +353,7 @@ def test_a_greeting_of_another_version_is_refused_by_both_numbers() -> None:
     for tail in ([], [1, None], ["client", "host", "true"]):
         with pytest.raises(VersionMismatch, match=f"version 2 .* version {PROTOCOL_VERSION}"):
             parser_of(NodeHello)(msgspec.msgpack.encode([2, "", "", *tail]))
-    with pytest.raises(InvalidRequest, match="bytes are not a HelloRequest"):
+    with pytest.raises(InvalidRequest, match="bytes are not a valid HelloRequest"):
         parser_of(NodeHello)(b"\x08\x01\x12\x01x")
 
 

@@ -12,7 +12,7 @@ import pytest
 import tanghulu
 from tanghulu.errors import MasterUnavailable
 from tanghulu.store.admin import orders
-from tanghulu.store.admin.steps import perform
+from tanghulu.store.admin.orders import perform
 from tests.store.cluster import Cluster, eventually
 from tests.store.fault_tools import Background
 
@@ -42,7 +42,7 @@ def test_no_request_fails_and_nothing_is_lost_while_every_process_is_replaced() 
             for _ in range(2):
                 old = cluster.nodes.pop(0)
                 with tanghulu.connect(cluster.address, deadline_s=30) as operator:
-                    perform(operator, orders.drain(old.name, wait=True))
+                    perform(orders.drain, operator, old.name, wait=True)
                 old.stop()
                 cluster.add_node("64MiB")
                 done = load.num_done

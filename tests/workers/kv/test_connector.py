@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.session.load import WorkerLoad
@@ -261,9 +262,9 @@ def _assert(condition: bool) -> None:
 
 
 def test_small_steps_do_not_say_how_fast_prefill_is() -> None:
-    meter = SpeedMeter()
+    meter = SpeedMeter(now_s=lambda: 0.0)
     meter.step(37, 1, 0.4)
-    assert meter.speeds == WorkerLoad(peer_bytes_per_s=ASSUMED_PEER_BYTES_PER_S)
+    assert structs.replace(meter.speeds, prefill_share=0.0) == WorkerLoad(peer_bytes_per_s=ASSUMED_PEER_BYTES_PER_S)
     meter.step(512, 1, 1.0)
     meter.step(8, 8, 0.05)
     meter.fetched(10_000_000, 0.1)
