@@ -24,17 +24,17 @@ mean TTFT of 50 s, 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (
 Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. By itself the
 request would start sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
 
-A worker that also decodes is examined as a whole, and so is each pair of one that prefills and one that decodes:
+For a worker that also decodes, the score covers both phases, and the answer may move to another worker:
 
     score = max(queue, fetch) + prefill + seat + charges for load, copy, delay + least cost of decoding, here or moved
 
-The running sequences lengthen its prefills (``slowdown``), which lengthen their tokens' gaps in turn: ``delay`` is
-DELAY_WEIGHT times the batch, for each second of computing that its answers will last. The cost of decoding is
-`decode.decode_cost_s`. Load and copies are charged by the share of time r that these workers spend on prompts: r / (1 -
-r), up to the full charge, as the time until a later request is reached grows with it; when they are idle, a warm prefix
-is worth no wait. Example: A runs 30 sequences, which make its prefills 1.2 times as long, B runs 5 and has 0.2 s of
-queue; a prefill takes 1 s, r is 0.5, and an answer 12 s. A scores 1.2 + 1.2 + 0.03 * 30 * 1.2 = 3.5 s, B 0.2 + 1.03 +
-1.03 + 0.03 * 5 * 1.03 = 2.4 s: B computes the prompt, and its answer runs where that costs least, move included.
+Running sequences lengthen its prefills by the factor ``slowdown``, and each prefill delays all of them: ``delay`` is
+DELAY_WEIGHT times their number, for each second of the prefill during which they are expected to run. The cost of
+decoding is `decode.decode_cost_s`. Charges for load and copies follow the share r of time that such workers spend on
+prompts: r / (1 - r), up to the full charge, as queues grow in this way. On idle workers, a warm prefix is worth no
+wait. Example: A runs 30 sequences, which make its prefills 1.2 times as long, B runs 5 and has 0.2 s of queue; a
+prefill takes 1 s, r is 0.5, and an answer 12 s. A scores 1.2 + 1.2 + 0.03 * 30 * 1.2 = 3.5 s, B 0.2 + 1.03 + 1.03 +
+0.03 * 5 * 1.03 = 2.4 s: B computes the prompt, and its answer runs where that costs least, move included.
 """
 
 from __future__ import annotations
