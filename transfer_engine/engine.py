@@ -283,7 +283,7 @@ class TransferEngine:
         for name in (pinned,) if pinned is not None else self.transports:
             try:
                 if not context.endpoints(name):
-                    raise NodeUnavailable("the descriptor has no such endpoint")
+                    raise NodeUnavailable(f"the segment is not served over {name}; name another transport")
                 peers[name] = TRANSPORTS[name].connect(context)
             except TanghuluError as error:
                 reasons.append(_reason(name, error))

@@ -47,7 +47,7 @@ def read_trace(path: Path, speedup: float, warmup: str, limit: int = 0) -> list[
     rows.sort(key=lambda pair: pair[0]["timestamp"])
     rows = rows[:limit] if limit else rows
     if not rows:
-        raise InvalidRequest(f"trace {path} has no requests")
+        raise InvalidRequest(f"trace {path} has no requests; it needs at least one line")
     first, last = rows[0][0]["timestamp"], rows[-1][0]["timestamp"]
     begin = first + (last - first) * (share or 0.0)
     return [_request(row, first, speedup, counted and row["timestamp"] >= begin) for row, counted in rows]

@@ -270,7 +270,7 @@ class RoutingService:
         name = caller.request(request_id)
         added = self._added.get(name)
         if added is None:
-            raise InvalidRequest(f"request {request_id!r} is not in progress")
+            raise InvalidRequest(f"request {request_id!r} is not in progress; it has ended, or was never added")
         if added.prefilled:
             return
         added.prefilled = True

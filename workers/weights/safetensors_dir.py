@@ -64,7 +64,7 @@ class SafetensorsDir:
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._file_of:
-            raise ModelUnsupported(f"the checkpoint has no tensor {name!r}")
+            raise ModelUnsupported(f"the checkpoint has no tensor {name!r}; are all of its files here?")
         path, opened = self._file_of[name]
         self._taken.add(name)
         try:

@@ -36,7 +36,10 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError("blocks have no names without prefix caching; drop --no-enable-prefix-caching")
     if len(kv_cache_config.kv_cache_groups) != 1:
         num_groups = len(kv_cache_config.kv_cache_groups)
-        raise ConfigError(f"the model has {num_groups} KV cache groups; this connector supports one")
+        raise ConfigError(
+            f"the model has {num_groups} KV cache groups, and this connector supports one; try "
+            "--disable-hybrid-kv-cache-manager"
+        )
     if vllm_config.device_config.device_type != "cpu":
         raise ConfigError(
             f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs use "
