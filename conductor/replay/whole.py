@@ -130,8 +130,9 @@ class WholeInstance(CachingInstance):
         self.num_coming -= job.prefill != self.index
 
     def arrive(self, job: Job) -> None:
-        """Accept a job whose KV has arrived from the worker that prefilled it, which keeps the blocks."""
+        """Accept a job whose KV has arrived from the worker that prefilled it; its blocks are resident from now on."""
         self._arrived.append(job)
+        self.cache.insert(job.request.blocks)
 
     def interrupt(self, now_s: float) -> None:
         """Cut a run of decode steps at the end of the current one."""

@@ -85,7 +85,7 @@ class SimWorker(Process):
             sleep=self._compute,
         )
         metrics = WorkerMetrics(CollectorRegistry(), text.LAYOUT, plan.num_blocks)
-        speed = SpeedMeter(STEP_TOKENS)
+        speed = SpeedMeter(STEP_TOKENS, now_s=self._world.clock_s)
         reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
         store = self._world.store.seen_by(self.host) if plan.has_store else None
         self.reader = reader

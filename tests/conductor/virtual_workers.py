@@ -126,7 +126,7 @@ class VirtualWorker:
         self.num_hand_overs = self.num_pulled = 0
         self._numbers = itertools.count(10**9)
         self._cluster, self._time = cluster, cluster.time
-        self._speed, self._timing = SpeedMeter(step_tokens), TIMINGS["gpu-8b"]
+        self._speed, self._timing = SpeedMeter(step_tokens, now_s=cluster.time.now_s), TIMINGS["gpu-8b"]
         self._busy, self._sequence = False, 0
         self._exports: dict[int, VirtualExport] = {}
         address = Address(name, 1)

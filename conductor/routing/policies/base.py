@@ -156,8 +156,7 @@ class WorkerView:
         self.cost = profile or _profile_of_speed(speed)
         step_s = self.decode_step_s or ASSUMED_DECODE_STEP_S
         if self.decode_profile is None:
-            sequence_s = max(STEP_SHARE_OF_A_SEQUENCE * step_s, PREFILL_TOKENS_OF_A_SEQUENCE * self.cost.token_s)
-            self.batch_s = JUDGED_TOKENS * sequence_s * self.num_requests
+            self.batch_s = JUDGED_TOKENS * self._assumed_sequence_s(step_s) * self.num_requests
         else:
             self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
         seats = self.max_num_seqs
@@ -171,15 +170,20 @@ class WorkerView:
         self.batch = max(0, self.num_requests - self.num_waiting)
         decode, chunk_s = self.decode_profile, ASSUMED_CHUNK_TOKENS * self.cost.token_s
         if decode is None:
-            decode = DecodeProfile(step_s, STEP_SHARE_OF_A_SEQUENCE * step_s)
-        added_s = decode.sequence_s * self.batch + decode.token_s * self.context_tokens
-        self.slowdown = 1 + added_s / chunk_s
-        alone_s = decode.fixed_s + decode.sequence_s + added_s
+            decode = DecodeProfile(step_s, self._assumed_sequence_s(step_s))
+        context_s = decode.token_s * self.context_tokens
+        self.slowdown = 1 + (decode.sequence_s * self.batch + context_s) / chunk_s
+        # Waiting requests will decode beside a new one.
+        alone_s = decode.fixed_s + decode.sequence_s * (self.num_requests + 1) + context_s
         share = self.prefill_share
         self.gap_s = 1 / (share / (alone_s + chunk_s) + (1 - share) / alone_s)
-        self.answer_s = self.gap_s + self.batch * decode.sequence_s
-        self.answer_context_s = self.batch * decode.token_s
+        self.answer_s = self.gap_s + self.num_requests * decode.sequence_s
+        self.answer_context_s = self.num_requests * decode.token_s
         self.seat_s *= self.gap_s / step_s
+
+    def _assumed_sequence_s(self, step_s: float) -> float:
+        """Return the seconds that a sequence adds to a step, without a measurement."""
+        return max(STEP_SHARE_OF_A_SEQUENCE * step_s, PREFILL_TOKENS_OF_A_SEQUENCE * self.cost.token_s)
 
     def _measured_batch_s(self, step_s: float, decode: DecodeProfile) -> float:
         """Return the seconds that the present sequences add to a step."""
@@ -226,11 +230,6 @@ class RequestView(Struct, frozen=True):
     def answer_tokens(self) -> float:
         """Tokens of a mean answer, for which a seat is occupied; JUDGED_TOKENS while unknown."""
         return self.expected_output or JUDGED_TOKENS
-
-    @property
-    def decoded_tokens(self) -> float:
-        """Tokens that the answer is expected to have: `answer_tokens`, within the request's own limit."""
-        return min(self.answer_tokens, self.most_output) if self.most_output else self.answer_tokens
 
     @property
     def num_blocks(self) -> int:

@@ -30,11 +30,10 @@ For a worker that also decodes, the score covers both phases, and the answer may
 
 Running sequences lengthen its prefills by the factor ``slowdown``, and each prefill delays all of them: ``delay`` is
 DELAY_WEIGHT times their number, for each second of the prefill during which they are expected to run. The cost of
-decoding is `decode.decode_cost_s`. Charges for load and copies follow the share r of time that such workers spend on
-prompts: r / (1 - r), up to the full charge, as queues grow in this way. On idle workers, a warm prefix is worth no
-wait. Example: A runs 30 sequences, which make its prefills 1.2 times as long, B runs 5 and has 0.2 s of queue; a
-prefill takes 1 s, r is 0.5, and an answer 12 s. A scores 1.2 + 1.2 + 0.03 * 30 * 1.2 = 3.5 s, B 0.2 + 1.03 + 1.03 +
-0.03 * 5 * 1.03 = 2.4 s: B computes the prompt, and its answer runs where that costs least, move included.
+decoding is `decode.decode_cost_s`. Example, without the charge for load: A runs 30 sequences, which make its prefills
+1.2 times as long, B runs 5 and has 0.2 s of queue; a prefill takes 1 s, and an answer 12 s. A scores 1.2 + 0.03 * 30 *
+1.2 = 2.3 s, B 0.2 + 1.03 + 0.03 * 5 * 1.03 = 1.4 s: B computes the prompt, and its answer runs where that costs least,
+move included.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ from tanghulu.types import InstanceId
 DELAY_WEIGHT = 0.03
 #: And the share of an answer's time for which a running one is expected to last, so that no prefill delays it longer.
 DELAYED_SHARE = 0.1
-#: Share of time spent on prompts above which the charge for load is complete, at most.
-_MOST_SHARE = 0.95
 #: The lower bound of computing is reduced by this much, so that rounding never hides an equal score.
 _SLACK = 1 - 1e-9
 
@@ -92,22 +89,16 @@ class _Scores:
         self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
         self._num_blocks, self._in_store = request.num_blocks, request.store_hit_blocks
         self._most = source.hit_blocks if source is not None else 0
-        self._mixed_weight = self._mixed_load_weight = 0.0
-        self._elsewhere: WorkerView | None = None
-        self._least_load_weight = load_weight
-        if able.mixed:
-            self._prepare_mixed(able, workers)
+        self._elsewhere = self._place_for_answer(workers) if able.mixed else None
 
-    def _prepare_mixed(self, able: Ranked, workers: Sequence[WorkerView]) -> None:
-        """Set the charges of workers of both phases, and the best place for an answer that moves."""
-        share = min(_MOST_SHARE, sum([able[place].prefill_share for place in able.mixed]) / len(able.mixed))
-        self._mixed_load_weight = self._least_load_weight = load = min(self._load_weight, share / (1 - share))
-        self._mixed_weight = self._weight * (load / self._load_weight if self._load_weight else 1.0)
+    def _place_for_answer(self, workers: Sequence[WorkerView]) -> WorkerView | None:
+        """Return the worker where an answer that moves would cost least, if it has room."""
         takers = decoders(workers)
-        if takers:
-            costs = costs_before_move(self._request, takers)
-            taker = takers[costs.index(min(costs))]
-            self._elsewhere = None if taker.keeps_requests or taker.blocks_free < self._num_blocks else taker
+        if not takers:
+            return None
+        costs = costs_before_move(self._request, takers)
+        taker = takers[costs.index(min(costs))]
+        return None if taker.keeps_requests or taker.blocks_free < self._num_blocks else taker
 
     def of(self, worker: WorkerView) -> float:
         """Return the score of one worker."""
@@ -124,7 +115,7 @@ class _Scores:
         weight, load_weight = self._weight, self._load_weight
         own_s, slowdown = worker.prefill_s(request, match), 1.0
         if mixed:
-            weight, load_weight, slowdown = self._mixed_weight, self._mixed_load_weight, worker.slowdown
+            slowdown = worker.slowdown
             own_s *= slowdown
             wait_s *= slowdown
         least_s, charge_s, reused, compute_s, fetch_s = wait_s + own_s, load_weight * own_s, match, own_s, 0.0
@@ -185,13 +176,13 @@ class _Scores:
         ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
         """
         rest_tokens = self._request.rest_tokens(max(hit_blocks, self._in_store))
-        return _SLACK * (1 + self._least_load_weight) * rest_tokens
+        return _SLACK * (1 + self._load_weight) * rest_tokens
 
     def candidate(self, worker: WorkerView) -> Candidate:
         """Return the judgement of one worker for people; its terms add up to the score, queue and fetch overlapping."""
         request, mixed = self._request, worker.can_decode
         _, charge_s, hit_blocks, compute_s, fetch_s = self._start(worker, mixed)
-        load_s = (self._mixed_load_weight if mixed else self._load_weight) * compute_s
+        load_s = self._load_weight * compute_s
         terms = (
             ("queue_s", worker.slowdown * worker.wait_s),
             ("fetch_s", fetch_s),

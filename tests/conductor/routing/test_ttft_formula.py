@@ -27,7 +27,7 @@ def _token_s(w: WorkerView) -> float:
 
 def _slowing_s(w: WorkerView) -> float:
     """Seconds that one more sequence adds to a step of a worker without a measured profile."""
-    return (w.decode_step_s or 0.02) / 16
+    return max((w.decode_step_s or 0.02) / 16, 4 * _token_s(w))
 
 
 def _slowdown(w: WorkerView) -> float:
@@ -37,13 +37,13 @@ def _slowdown(w: WorkerView) -> float:
 
 def _gap_s(w: WorkerView) -> float:
     """Mean time between tokens: steps with prompts and without, by the share of time of each."""
-    step_s = (w.decode_step_s or 0.02) + _slowing_s(w) * (1 + max(0, w.num_requests - w.num_waiting))
+    step_s = (w.decode_step_s or 0.02) + _slowing_s(w) * (1 + w.num_requests)
     return 1 / (w.prefill_share / (step_s + 512 * _token_s(w)) + (1 - w.prefill_share) / step_s)
 
 
 def _answer_s(w: WorkerView) -> float:
     """The cost of an answer of 64 tokens, as no length is known, at a worker of both phases."""
-    return 0.1 * 64 * (_gap_s(w) + max(0, w.num_requests - w.num_waiting) * _slowing_s(w))
+    return 64 * (_gap_s(w) + w.num_requests * _slowing_s(w))
 
 
 def _seat_s(w: WorkerView) -> float:
@@ -65,7 +65,10 @@ def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerVi
         hit_tokens = max(w.hit_blocks, w.coming_blocks, request.store_hit_blocks) * request.block_tokens
         rest = max(1, request.num_tokens - hit_tokens)
         hidden_s = rest * _token_s(w) * (1 - 512 / rest) if rest > 512 else 0.0
-        move_s = 3 * max(missing * token_s - hidden_s, min(missing, 512) * token_s) if missing > 0 else 0.0
+        move_s = 20 * max(missing * token_s - hidden_s, min(missing, 512) * token_s) if missing > 0 else 0.0
+        if missing > 0:
+            hit = other.hit_blocks * request.block_tokens
+            move_s += max(1, request.num_tokens - hit) * _token_s(other)
         ways.append(_answer_s(other) + _seat_s(other) + (move_s if other.id != w.id else math.inf))
     return delay_s + _seat_s(w) + min(ways)
 
@@ -73,11 +76,6 @@ def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerVi
 def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], weight: float, load: float) -> float:
     """The formula of the module in its plainest form, for the fast one to be compared with."""
     slowdown = _slowdown(w)
-    if w.can_decode:
-        shares = [v.prefill_share for v in able if v.can_decode]
-        share = min(0.95, sum(shares) / len(shares))
-        full, load = load, min(load, share / (1 - share))
-        weight *= load / full if full else 1.0
 
     def compute_s(blocks: int) -> float:
         return slowdown * max(1, request.num_tokens - blocks * request.block_tokens) * _token_s(w)
