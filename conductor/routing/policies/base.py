@@ -94,8 +94,8 @@ class WorkerView:
 
     Derived for a worker of both phases: ``batch``, the number of sequences that decode there; ``slowdown``, the factor
     by which they lengthen a prefill; ``gap_s``, the expected time between tokens of one more sequence, if its steps
-    compute prompts as often as recently; ``answer_s``, that gap and the seconds that a sequence adds to a step of each
-    of the others, and ``answer_context_s``, what each token of its context adds to them.
+    compute prompts as often as recently; ``answer_s``, that gap without its fixed part, and the seconds that a sequence
+    adds to a step of each of the others; and ``answer_context_s``, what each token of its context adds to them.
     """
 
     id: InstanceId
@@ -171,13 +171,16 @@ class WorkerView:
         decode, chunk_s = self.decode_profile, ASSUMED_CHUNK_TOKENS * self.cost.token_s
         if decode is None:
             decode = DecodeProfile(step_s, self._assumed_sequence_s(step_s))
+        # Steps of one batch size alone reveal nothing about the cost of a sequence.
+        sequence_s = max(decode.sequence_s, LEAST_SHARE_OF_A_SEQUENCE * step_s)
         context_s = decode.token_s * self.context_tokens
-        self.slowdown = 1 + (decode.sequence_s * self.batch + context_s) / chunk_s
+        self.slowdown = 1 + (sequence_s * self.batch + context_s) / chunk_s
         # Waiting requests will decode beside a new one.
-        alone_s = decode.fixed_s + decode.sequence_s * (self.num_requests + 1) + context_s
+        alone_s = decode.fixed_s + sequence_s * (self.num_requests + 1) + context_s
         share = self.prefill_share
         self.gap_s = 1 / (share / (alone_s + chunk_s) + (1 - share) / alone_s)
-        self.answer_s = self.gap_s + self.num_requests * decode.sequence_s
+        # Without the fixed part: all workers have one, and steps of one batch size do not tell it from the sequences'.
+        self.answer_s = self.gap_s - decode.fixed_s + self.num_requests * sequence_s
         self.answer_context_s = self.num_requests * decode.token_s
         self.seat_s *= self.gap_s / step_s
 

@@ -5,11 +5,11 @@ For a worker that only decodes, the cost is the transfer of the KV that it lacks
 known), plus the wait for a seat if none is free, plus a penalty if its free blocks do not suffice. The worker that
 prefills moves nothing.
 
-For a worker that also prefills, the same tokens are judged by the expected gap between them, which depends on how often
-its steps compute prompts, and by the time that the answer adds to each sequence there: tokens * (gap + batch *
-slowing). A copy of the KV there is charged the computing that the displaced blocks saved. Example, per token: A decodes
-40 sequences in 33 ms and spends half of its time on prompts, 49 ms more a step: a gap of 47 ms. B decodes 60 in 40 ms
-and computes no prompts; an answer moves there if 64 * 7 ms outweigh the copy.
+For a worker that also prefills, the same tokens are judged by the expected gap between them beyond a step's fixed part,
+which depends on how often its steps compute prompts, and by the time that the answer adds to each sequence there:
+tokens * (gap + batch * slowing). A copy of the KV there is charged the computing that the displaced blocks saved.
+Example, per token: A decodes 40 sequences in 33 ms and spends half of its time on prompts, 49 ms more a step: a gap of
+47 ms. B decodes 60 in 40 ms and computes no prompts; an answer moves there if 64 * 7 ms outweigh the copy.
 """
 
 from __future__ import annotations

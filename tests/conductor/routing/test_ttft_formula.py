@@ -43,7 +43,7 @@ def _gap_s(w: WorkerView) -> float:
 
 def _answer_s(w: WorkerView) -> float:
     """The cost of an answer of 64 tokens, as no length is known, at a worker of both phases."""
-    return 64 * (_gap_s(w) + w.num_requests * _slowing_s(w))
+    return 64 * (_gap_s(w) - (w.decode_step_s or 0.02) + w.num_requests * _slowing_s(w))
 
 
 def _seat_s(w: WorkerView) -> float:
