@@ -287,7 +287,7 @@ def test_drained_one_by_one_under_load_nothing_fails(tmp_path: Path) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             return done.stdout + done.stderr
 
-        assert "there is no 'nobody'; there is " in drain("nobody")
+        assert "no instance 'nobody' is registered; there are: " in drain("nobody")
         long = pool.submit(ask, live, live.url, words(900, 64), 1500)
         eventually(lambda: sum(running(live)) == 1, what="it runs")
         for entry in [e for e in live.entries() if e["role"] in ("prefill", "decode")]:
@@ -327,7 +327,7 @@ def test_the_end_of_all_tells_every_client(tmp_path: Path, stream: bool) -> None
                 assert '"finish_reason":"error"' in last
             else:
                 assert answer.status_code == 503
-                assert "stopping" in answer.json()["error"]["message"]
+                assert "shutting down" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow
