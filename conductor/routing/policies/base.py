@@ -94,8 +94,9 @@ class WorkerView:
 
     Derived for a worker of both phases: ``batch``, the number of sequences that decode there; ``slowdown``, the factor
     by which they lengthen a prefill; ``gap_s``, the expected time between tokens of one more sequence, if its steps
-    compute prompts as often as recently; ``answer_s``, that gap without its fixed part, and the seconds that a sequence
-    adds to a step of each of the others; and ``answer_context_s``, what each token of its context adds to them.
+    compute prompts as often as recently; ``answer_s``, the seconds that the others add to a step of one more sequence
+    and it to the steps of all others; and ``answer_context_s``, the seconds that each token of its context adds to
+    these.
     """
 
     id: InstanceId
@@ -179,8 +180,7 @@ class WorkerView:
         alone_s = decode.fixed_s + sequence_s * (self.num_requests + 1) + context_s
         share = self.prefill_share
         self.gap_s = 1 / (share / (alone_s + chunk_s) + (1 - share) / alone_s)
-        # Without the fixed part: all workers have one, and steps of one batch size do not tell it from the sequences'.
-        self.answer_s = self.gap_s - decode.fixed_s + self.num_requests * sequence_s
+        self.answer_s = sequence_s * (2 * self.num_requests + 1) + context_s
         self.answer_context_s = self.num_requests * decode.token_s
         self.seat_s *= self.gap_s / step_s
 

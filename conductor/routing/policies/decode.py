@@ -5,11 +5,10 @@ For a worker that only decodes, the cost is the transfer of the KV that it lacks
 known), plus the wait for a seat if none is free, plus a penalty if its free blocks do not suffice. The worker that
 prefills moves nothing.
 
-For a worker that also prefills, the same tokens are judged by the expected gap between them beyond a step's fixed part,
-which depends on how often its steps compute prompts, and by the time that the answer adds to each sequence there:
-tokens * (gap + batch * slowing). A copy of the KV there is charged the computing that the displaced blocks saved.
-Example, per token: A decodes 40 sequences in 33 ms and spends half of its time on prompts, 49 ms more a step: a gap of
-47 ms. B decodes 60 in 40 ms and computes no prompts; an answer moves there if 64 * 7 ms outweigh the copy.
+For a worker that also prefills, the time that the answer adds to each sequence there counts as well, and an answer
+prefilled elsewhere pays for its copy in this worker's cache: the computing that the displaced blocks saved, COPY_WEIGHT
+times. Example: A decodes 40 sequences, B 10, each adding 1 ms to a step; over 64 tokens the answer costs 64 * 81 ms =
+5.2 s at A and 1.3 s at B. It moves if its prompt takes less than 0.55 s to compute.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ from tanghulu.types import InstanceId
 NO_ROOM_FINE_S = 1000.0
 #: Weight of a second of stall between the first token and the second one, while KV moves, against one of waiting.
 MOVE_WEIGHT = 20.0
+#: Weight of a second of computing that displaced blocks saved: it delays later requests, too (as load in `ttft_min`).
+COPY_WEIGHT = 7.0
 #: A bound is raised by this much, so that rounding never hides an equal cost.
 _SLACK = 1 + 1e-9
 
@@ -140,7 +141,11 @@ def _move_cost_s(request: RequestView, worker: WorkerView, num_blocks: int) -> f
     At a worker that also prefills, the copy displaces cached blocks: it is charged the computing that these saved.
     """
     move_s = _move_s(request, num_blocks, _move_bytes_per_s(request, worker))
-    return MOVE_WEIGHT * move_s + worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else move_s
+    return (
+        MOVE_WEIGHT * move_s + COPY_WEIGHT * worker.prefill_s(request, worker.hit_blocks)
+        if worker.can_prefill
+        else move_s
+    )
 
 
 def place_of_least_cost(request: RequestView, able: Ranked, prefill: WorkerView | None, ties: Ties) -> int:

@@ -43,7 +43,7 @@ def _gap_s(w: WorkerView) -> float:
 
 def _answer_s(w: WorkerView) -> float:
     """The cost of an answer of 64 tokens, as no length is known, at a worker of both phases."""
-    return 64 * (_gap_s(w) - (w.decode_step_s or 0.02) + w.num_requests * _slowing_s(w))
+    return 64 * (2 * w.num_requests + 1) * _slowing_s(w)
 
 
 def _seat_s(w: WorkerView) -> float:
@@ -68,7 +68,7 @@ def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerVi
         move_s = 20 * max(missing * token_s - hidden_s, min(missing, 512) * token_s) if missing > 0 else 0.0
         if missing > 0:
             hit = other.hit_blocks * request.block_tokens
-            move_s += max(1, request.num_tokens - hit) * _token_s(other)
+            move_s += 7 * max(1, request.num_tokens - hit) * _token_s(other)
         ways.append(_answer_s(other) + _seat_s(other) + (move_s if other.id != w.id else math.inf))
     return delay_s + _seat_s(w) + min(ways)
 
