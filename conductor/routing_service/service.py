@@ -240,13 +240,17 @@ class RoutingService:
             self._add(request_id, query, chosen, self._targets[decision.decode], caller)
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
-    def best_of(self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float) -> RoutableWorker | None:
-        """Return the best of ``targets``, all of which do both phases, for the whole request; None without any."""
+    def ranked(
+        self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float, most: int = 1
+    ) -> list[RoutableWorker]:
+        """Return up to ``most`` of ``targets``, all of which do both phases, for the whole request, the best first."""
         hits, coming = self._overlaps(query.hashes, now_s)
-        shown = restricted(views(targets, hits, coming), query.overrides)
-        policy = self._policies.of(query.overrides)
-        decision = policy.choose(self._request(query), shown) if shown else None
-        return self._targets[decision.prefill] if decision is not None else None
+        policy, request = self._policies.of(query.overrides), self._request(query)
+        left, found = list(restricted(views(targets, hits, coming), query.overrides)), list[RoutableWorker]()
+        while left and len(found) < most and (decision := policy.choose(request, left)) is not None:
+            found.append(self._targets[decision.prefill])
+            left = [view for view in left if view.id != decision.prefill]
+        return found
 
     def has_request(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
         return caller.request(request_id) in self._added
