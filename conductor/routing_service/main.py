@@ -37,35 +37,30 @@ from tanghulu.web.server import HttpServer, Server
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
-    """Options of both kinds of router; those below concern the service, without --pools."""
+class RoutingOptions(SecretOptions):
+    """The options of routing as a service, whoever asks for it."""
 
-    grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
-    policy: str = option("ttft-min", "service: routing policy", choices=POLICY_NAMES)
-    policy_weights: str = option("", "service: weights of the policies, such as alpha=0.7,temperature=0.2")
-    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens per block", least=1)
-    block_bytes: int = option(2 << 20, "service: bytes of KV per block", size=True, least=1)
-    block_hash: str = option("xxh3_128", "service: hash function of blocks", choices=tuple(HASH_FUNCTIONS))
-    root_hash: str = option("", "service: parent hash of the first block, in hex; default: that of an unnamed model")
+    policy: str = option("ttft-min", "routing: policy", choices=POLICY_NAMES)
+    policy_weights: str = option("", "routing: weights of the policies, such as alpha=0.7,temperature=0.2")
+    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "routing: tokens per block", least=1)
+    block_bytes: int = option(2 << 20, "routing: bytes of KV per block", size=True, least=1)
+    block_hash: str = option("xxh3_128", "routing: hash function of blocks", choices=tuple(HASH_FUNCTIONS))
+    root_hash: str = option("", "routing: parent hash of the first block, in hex; default: that of an unnamed model")
     assume_cached_s: float = option(
         0.0,
-        "service: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
+        "routing: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
         "relies on KV events alone",
         least=0,
     )
-    vllm_events: str = option(
-        "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
-    )
     assume_cached_blocks: int = option(
-        DEFAULT_MAX_BLOCKS, "service: limit on blocks assumed cached at one worker", least=1
+        DEFAULT_MAX_BLOCKS, "routing: limit on blocks assumed cached at one worker", least=1
     )
-    worker_networks: str = option(PRIVATE, "service: networks that workers' URLs may be in: 10.1.0.0/16,…")
+    worker_networks: str = option(PRIVATE, "routing: networks that workers' addresses may be in: 10.1.0.0/16,…")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_routing(self) -> None:
+        """Raise ConfigError for options that are not of the right form."""
         WorkerNetworks(self.worker_networks)
         parse_weights(self.policy_weights)
-        parse_sources(self.vllm_events)
         self.hasher()
 
     def hasher(self) -> Hasher:
@@ -74,15 +69,30 @@ class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
             root = BlockHash(bytes.fromhex(self.root_hash))
         except ValueError:
             raise ConfigError(f"--root-hash {self.root_hash!r} is not hex") from None
-        return Hasher(
-            root or root_hash(Fingerprint(bytes(16)), key=self.shared_secret().naming_key),
-            self.block_tokens,
-            self.block_hash,
-        )
+        unnamed = root_hash(Fingerprint(bytes(16)), algorithm=self.block_hash, key=self.shared_secret().naming_key)
+        return Hasher(root or unnamed, self.block_tokens, self.block_hash)
 
-    def assumed(self) -> AssumedBlocks | None:
-        """Return the index without events, if enabled."""
-        return AssumedBlocks(self.assume_cached_s, self.assume_cached_blocks) if self.assume_cached_s else None
+    def routing_service(self, router_id: str, *, encrypted: bool = False) -> RoutingService:
+        """Return a service without workers; they have to be ``encrypted`` if it is true."""
+        policies = RoutingPolicies(self.policy, parse_weights(self.policy_weights, router_id))
+        assumed = AssumedBlocks(self.assume_cached_s, self.assume_cached_blocks) if self.assume_cached_s else None
+        networks = WorkerNetworks(self.worker_networks, encrypted=encrypted)
+        return RoutingService(policies, self.block_tokens, self.block_bytes, assumed, networks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(RoutingOptions, pools_main.GlobalRouterConfig):
+    """Options of both kinds of router; those of routing and gRPC concern the service, without --pools."""
+
+    grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
+    vllm_events: str = option(
+        "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_routing()
+        parse_sources(self.vllm_events)
 
 
 class RouterServer:
@@ -90,9 +100,7 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config
-        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
-        networks = WorkerNetworks(config.worker_networks, encrypted=bool(config.tls))
-        self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
+        self.service = config.routing_service(router_id, encrypted=bool(config.tls))
         self._server = Server(config, config.host)
         self.address = self.grpc_address = Address("", 0)
         self.api = RouterApi(self.service, config.hasher(), SystemClock())
@@ -131,13 +139,18 @@ class RouterServer:
     def _follower(self, source: EventSource) -> VllmFollower:
         """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""
         self.service.put_worker(source.worker, Role.BOTH)
+        return follower_of(source, self.service)
 
-        def apply(change: KvChange) -> None:
-            # A worker removed meanwhile has nothing to report.
-            with contextlib.suppress(InvalidRequest):
-                self.service.kv_event(source.worker, change)
 
-        return VllmFollower(source, apply)
+def follower_of(source: EventSource, service: RoutingService) -> VllmFollower:
+    """Return a follower of the KV events of a worker of ``service``."""
+
+    def apply(change: KvChange) -> None:
+        # A worker removed meanwhile has nothing to report.
+        with contextlib.suppress(InvalidRequest):
+            service.kv_event(source.worker, change)
+
+    return VllmFollower(source, apply)
 
 
 async def serve(process: Process, config: RouterConfig) -> None:

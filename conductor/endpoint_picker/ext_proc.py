@@ -1,0 +1,315 @@
+"""The endpoint picker over Envoy's external processing: one stream of messages for each request. Protobuf stays here.
+
+The gateway sends the parts of a request, then those of its response, each answered by a message of its own kind:
+
+    request_headers -> (request_body …) -> (request_trailers) -> response_headers -> (response_body …) -> …
+
+The pick is the answer to request_headers in the mode FULL_DUPLEX_STREAMED, where it waits for the whole body, and for
+requests without a body. In the modes BUFFERED and STREAMED it is the answer to the first request_body, which has all
+of the body in the former, and in the latter only if it is short. The load is freed when the response or the stream
+ends, whichever is first: a cancelled stream is a client that left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.json_format import MessageToDict
+from starlette.requests import ClientDisconnect
+
+from tanghulu.auth.api_keys import ApiKeysFile
+from tanghulu.auth.credentials import from_metadata
+from tanghulu.conductor.endpoint_picker.metrics import PickerMetrics
+from tanghulu.conductor.endpoint_picker.picker import EndpointPicker, Pick, listed, subset_of
+from tanghulu.conductor.endpoint_picker.prompts import PromptReader, Unread
+from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery
+from tanghulu.errors import TanghuluError
+from tanghulu.protos import endpoint_picker_pb2 as pb
+from tanghulu.rpc import grpc_edge
+from tanghulu.runtime.clock import Clock
+from tanghulu.web.bodies import Bodies
+from tanghulu.web.errors import body_of, status_of
+
+_log = structlog.get_logger(__name__)
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+#: Header and metadata with the endpoints picked, and metadata with the one that served.
+PICKED: Final = "x-gateway-destination-endpoint"
+SERVED: Final = "x-gateway-destination-endpoint-served"
+#: Headers of conformance tests: endpoints to pick from, and the one that served.
+TEST_PICK: Final = "test-epp-endpoint-selection"
+TEST_SERVED: Final = "x-conformance-test-served-endpoint"
+REASON: Final = "x-tanghulu-request-dropped-reason"
+_LB: Final = "envoy.lb"
+#: Bytes of a body in one message; Envoy takes less than 64 KiB.
+_PIECE_BYTES: Final = 62_000
+#: A response without an upstream is Envoy's own.
+_VIA_UPSTREAM: Final = "via_upstream"
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class ExtProc:
+    """Serves the streams of gateways. ``keys`` are those of the port, if callers need one.
+
+    With ``test_headers``, a client's header selects the endpoints, and the response names the one that served.
+    """
+
+    def __init__(
+        self,
+        picker: EndpointPicker,
+        prompts: PromptReader,
+        bodies: Bodies,
+        clock: Clock,
+        metrics: PickerMetrics,
+        *,
+        keys: ApiKeysFile | None = None,
+        test_headers: bool = False,
+    ) -> None:
+        self.picker, self.prompts, self.bodies, self.clock, self.metrics = picker, prompts, bodies, clock, metrics
+        self.test_headers = test_headers
+        self._keys = keys
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service under Envoy's name."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
+
+    async def _process(self, _: Any, context: Context) -> None:
+        try:
+            exchange = _Exchange(self, context, self._caller(context))
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+        try:
+            await exchange.run()
+        except ClientDisconnect:
+            pass  # the gateway ended the stream
+        except TanghuluError as error:
+            self.metrics.refused.labels(error.code.lower()).inc()
+            _log.info("epp.refused", code=error.code, error=error.message)
+            await exchange.refuse(error)
+        finally:
+            exchange.close()
+
+    def _caller(self, context: Context) -> RoutingClient:
+        if self._keys is None:
+            return ANYBODY
+        shown = from_metadata(tuple(context.invocation_metadata() or ()))
+        return RoutingClient.of(self._keys.table.authenticate(shown.token))
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, service: ExtProc, context: Context, caller: RoutingClient) -> None:
+        self._service, self._context, self._caller = service, context, caller
+        self._pick: Pick | None = None
+        self._modes = pb.ProtocolConfiguration()
+        self._next: pb.ProcessingRequest | None = None
+
+    async def run(self) -> None:
+        """Answer all messages. Raises ClientDisconnect at the stream's end, and TanghuluError to refuse the request."""
+        first = await self._read()
+        if first.WhichOneof("request") != "request_headers":
+            raise ClientDisconnect  # a filter that does not send requests
+        self._modes = modes = first.protocol_config
+        headers = _headers(first.request_headers.headers)
+        choose = partial(self._choose, headers, first)
+        if first.request_headers.end_of_stream or (first.HasField("protocol_config") and not modes.request_body_mode):
+            await self._write(await choose(b"", True), request_headers=pb.HeadersResponse())
+        elif modes.request_body_mode in (pb.FULL_DUPLEX_STREAMED, pb.NONE):
+            await self._full_duplex(headers, choose)
+        else:
+            await self._write(None, request_headers=pb.HeadersResponse())
+            await self._buffered(choose)
+        await self._response()
+
+    async def refuse(self, error: TanghuluError) -> None:
+        """Have the gateway answer with ``error``."""
+        status = status_of(error)
+        headers = _mutation({"content-type": "application/json", REASON: error.code.lower()})
+        if error.retryable:
+            headers.MergeFrom(_mutation({"retry-after": "1"}))
+        refusal = pb.ImmediateResponse(
+            status=pb.HttpStatus(code=status),
+            headers=headers,
+            body=json.dumps(body_of(error)).encode(),
+            details=error.code.lower(),
+        )
+        await self._context.write(pb.ProcessingResponse(immediate_response=refusal))
+
+    def close(self) -> None:
+        """Free the request's load."""
+        if self._pick is not None:
+            self._service.picker.end(self._pick)
+
+    # --- the request
+
+    async def _full_duplex(self, headers: Mapping[str, str], choose: Callable[..., Any]) -> None:
+        length = headers.get("content-length", "0").encode()
+        scope = {"headers": [(b"content-length", length)]}
+        trailers: list[pb.ProcessingRequest] = []
+        async with self._service.bodies.reading(scope, partial(self._piece, trailers)) as body:
+            data = bytes(body.view())
+            body.clear()
+            await self._write(await choose(data, True), request_headers=pb.HeadersResponse())
+            for start in range(0, max(len(data), 1), _PIECE_BYTES):
+                is_last = start + _PIECE_BYTES >= len(data) and not trailers
+                piece = pb.StreamedBodyResponse(body=data[start : start + _PIECE_BYTES], end_of_stream=is_last)
+                await self._write(None, request_body=_body(piece))
+        if trailers:
+            await self._write(None, request_trailers=pb.TrailersResponse())
+
+    async def _piece(self, trailers: list[pb.ProcessingRequest]) -> dict[str, Any]:
+        """Return the next piece of the request's body as an ASGI message."""
+        message = await self._read()
+        match message.WhichOneof("request"):
+            case "request_body":
+                part = message.request_body
+                return {"type": "http.request", "body": part.body, "more_body": not part.end_of_stream}
+            case "request_trailers":
+                trailers.append(message)
+                return {"type": "http.request", "body": b"", "more_body": False}
+        self._next = message  # the gateway answers by itself
+        return {"type": "http.disconnect"}
+
+    async def _buffered(self, choose: Callable[..., Any]) -> None:
+        message = await self._read()
+        if message.WhichOneof("request") == "request_body":
+            part = message.request_body
+            with self._service.bodies.holding(len(part.body)):
+                await self._write(await choose(part.body, part.end_of_stream), request_body=_body())
+        else:
+            self._next = message
+
+    async def _choose(
+        self, headers: Mapping[str, str], first: pb.ProcessingRequest, body: bytes, is_whole: bool
+    ) -> Pick:
+        service = self._service
+        began_s = service.clock.now_s()
+        query, adapter = await self._query(headers, body, is_whole)
+        metadata = {name: MessageToDict(each) for name, each in first.metadata_context.filter_metadata.items()}
+        subset = subset_of(metadata)
+        if service.test_headers and TEST_PICK in headers:
+            wanted = listed(headers[TEST_PICK])
+            known = {each for each in wanted if service.picker.knows(each)}
+            subset = known or subset
+        self._pick = service.picker.pick(query, service.clock.now_s(), subset, adapter, self._caller)
+        service.metrics.picked(service.clock.now_s() - began_s)
+        return self._pick
+
+    async def _query(self, headers: Mapping[str, str], body: bytes, is_whole: bool) -> tuple[RoutingQuery, str]:
+        try:
+            if not body or not is_whole:
+                raise Unread("no_body" if not body else "partial")
+            return await self._service.prompts.query(headers.get(":path", ""), body, self._caller)
+        except Unread as unread:
+            self._service.metrics.unread.labels(str(unread)).inc()
+            return RoutingQuery((), len(body) // 4), ""
+
+    # --- the response
+
+    async def _response(self) -> None:
+        """Answer the rest until the response ends."""
+        async for message in self._messages():
+            match message.WhichOneof("request"):
+                case "response_headers":
+                    await self._response_headers(message)
+                case "response_body":
+                    await self._response_body(message.response_body)
+                case "response_trailers":
+                    self.close()
+                    await self._write(None, response_trailers=pb.TrailersResponse())
+                case "request_trailers":
+                    await self._write(None, request_trailers=pb.TrailersResponse())
+                case "request_body" if self._modes.request_body_mode in (pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL):
+                    # In full duplex all of it was sent; an empty end may follow.
+                    await self._write(None, request_body=_body())
+
+    async def _response_headers(self, message: pb.ProcessingRequest) -> None:
+        service, served = self._service, _served(message)
+        if self._pick is not None:
+            first = self._pick.endpoints[0]
+            service.picker.served(self._pick, served, service.clock.now_s())
+            service.metrics.served(first, served)
+        reply = pb.HeadersResponse()
+        if service.test_headers and served:
+            reply.response.header_mutation.CopyFrom(_mutation({TEST_SERVED: served}))
+        if message.response_headers.end_of_stream:
+            self.close()
+        await self._write(None, response_headers=reply)
+
+    async def _response_body(self, part: pb.HttpBody) -> None:
+        if self._pick is not None and part.body:
+            self._service.picker.first_token(self._pick, self._service.clock.now_s())
+        if part.end_of_stream:
+            self.close()
+        echo = None
+        if self._modes.response_body_mode == pb.FULL_DUPLEX_STREAMED:
+            echo = pb.StreamedBodyResponse(body=part.body, end_of_stream=part.end_of_stream)
+        await self._write(None, response_body=_body(echo))
+
+    # --- messages
+
+    async def _read(self) -> pb.ProcessingRequest:
+        message, self._next = self._next, None
+        if message is None:
+            message = await self._context.read()
+        if message is grpc.aio.EOF:
+            raise ClientDisconnect
+        assert isinstance(message, pb.ProcessingRequest)
+        return message
+
+    async def _messages(self) -> AsyncIterator[pb.ProcessingRequest]:
+        while True:
+            yield await self._read()
+
+    async def _write(self, pick: Pick | None, **answer: Any) -> None:
+        """Send an answer, with the pick if it is the one that carries it."""
+        response = pb.ProcessingResponse(**answer)
+        if pick is not None:
+            part = getattr(response, next(iter(answer))).response
+            part.header_mutation.CopyFrom(_mutation({PICKED: str(pick)}))
+            part.clear_route_cache = True
+            response.dynamic_metadata.update({_LB: {PICKED: str(pick)}})
+        await self._context.write(response)
+
+
+def _headers(given: pb.HeaderMap) -> dict[str, str]:
+    return {each.key: each.raw_value.decode("latin-1") or each.value for each in given.headers}
+
+
+def _mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
+    """Return a mutation that sets ``headers``, in place of the client's own of the same names."""
+    options = [
+        pb.HeaderValueOption(
+            header=pb.HeaderValue(key=key, raw_value=value.encode()),
+            append_action=pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for key, value in headers.items()
+    ]
+    return pb.HeaderMutation(set_headers=options)
+
+
+def _body(piece: pb.StreamedBodyResponse | None = None) -> pb.BodyResponse:
+    if piece is None:
+        return pb.BodyResponse()
+    return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
+
+
+def _served(message: pb.ProcessingRequest) -> str:
+    """Return the endpoint that served, "" if none was reached: by the gateway's metadata, else by Envoy's attribute."""
+    metadata = message.metadata_context.filter_metadata
+    if _LB in metadata and SERVED in metadata[_LB]:
+        return str(metadata[_LB][SERVED])
+    for attributes in message.attributes.values():
+        if "upstream.address" in attributes:
+            return str(attributes["upstream.address"])
+    return ""

@@ -1,0 +1,173 @@
+"""``tanghulu epp``: the endpoint picker of an inference gateway, for servers that speak HTTP themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
+from tanghulu.conductor.endpoint_picker import health
+from tanghulu.conductor.endpoint_picker.endpoints import Endpoints, parse_endpoints
+from tanghulu.conductor.endpoint_picker.ext_proc import SERVICE, ExtProc
+from tanghulu.conductor.endpoint_picker.health import Health
+from tanghulu.conductor.endpoint_picker.metrics import PickerMetrics
+from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
+from tanghulu.conductor.endpoint_picker.prompts import PromptReader, read_model
+from tanghulu.conductor.engines.events import EventSource
+from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
+from tanghulu.conductor.pool_router.relaying import RelayClient
+from tanghulu.conductor.routing_service.api import RouterApi
+from tanghulu.conductor.routing_service.main import RoutingOptions, follower_of
+from tanghulu.errors import ConfigError
+from tanghulu.hashing import VLLM_SHA256_CBOR
+from tanghulu.rpc.grpc_port import GrpcPort
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.config import command, option
+from tanghulu.runtime.master_options import HttpOptions, ServerOptions
+from tanghulu.runtime.process import Process, ProcessConfig, run
+from tanghulu.runtime.tasks import beside
+from tanghulu.types import Address, InstanceId, Role
+from tanghulu.web.bodies import Bodies
+
+#: Bytes of bodies held at one time.
+_ROOM_BYTES: Final = 256 << 20
+RIGHTS: Final[Mapping[str, KeyRight | None]] = {
+    f"/{SERVICE}/Process": KeyRight.INFERENCE,
+    **{f"/{health.SERVICE}/{name}": None for name in health.METHODS},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointPickerConfig(RoutingOptions, HttpOptions, ProcessConfig):
+    """Options of the endpoint picker."""
+
+    endpoints: str = option("", "servers behind the gateway, host:port,…; a name stands for all of its addresses")
+    port: int = option(9002, "port of Envoy's ext_proc; 0 picks one")
+    health_port: int = option(9003, "port of gRPC's health checks, without TLS and keys; 0 picks one")
+    model: Path | None = option(
+        None, "folder with the tokenizer of the served model; default: prompts are compared as text"
+    )
+    block_tokens: int = option(16, "routing: tokens per block", least=1)
+    assume_cached_s: float = option(
+        300.0,
+        "routing: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
+        "relies on KV events alone",
+        least=0,
+    )
+    event_ports: str = option(
+        "", "ports of vLLM's KV events at each server, 5557 or with that of their replay 5557,5558"
+    )
+    health_path: str = option("/health", "path at a server that answers 200 while it is healthy")
+    health_interval_s: float = option(1.0, "seconds between health checks of a server; 0 disables them", least=0)
+    max_requests_per_worker: int = option(
+        0, "requests in progress at a server beyond which others are refused with 429; 0 disables the limit", least=0
+    )
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "largest request body", size=True, least=1)
+    conformance_headers: bool = option(
+        False, "let clients select endpoints by test-epp-endpoint-selection, and report the one that served"
+    )
+    grace_s: float = option(10.0, "seconds for which running requests may continue at shutdown", least=0)
+
+    def __post_init__(self) -> None:
+        self.check_routing()
+        parse_endpoints(self.endpoints)
+        self.ports_of_events()
+        if not self.health_path.startswith("/"):
+            raise ConfigError(f"--health-path {self.health_path!r} must begin with a slash")
+
+    def ports_of_events(self) -> tuple[int, ...]:
+        """Return the ports of events and of their replay; () without. Raises ConfigError."""
+        parts = [part.strip() for part in self.event_ports.split(",") if part.strip()]
+        if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) < 1 << 16 for part in parts):
+            raise ConfigError(f"--event-ports {self.event_ports!r} is not of the form 5557 or 5557,5558")
+        if parts and (self.model is None or self.block_hash != VLLM_SHA256_CBOR):
+            raise ConfigError(
+                f"--event-ports needs --model FOLDER and --block-hash {VLLM_SHA256_CBOR}: vLLM names blocks by them"
+            )
+        return tuple(map(int, parts))
+
+
+class EndpointPickerServer:
+    """The endpoint picker without its process."""
+
+    def __init__(self, config: EndpointPickerConfig, registry: CollectorRegistry, picker_id: str = "") -> None:
+        """Read the model's files. Raises ConfigError, ModelUnsupported."""
+        self.config = config
+        self.service = config.routing_service(picker_id)
+        self.picker = EndpointPicker(self.service, config.max_requests_per_worker)
+        self.health = Health(SERVICE)
+        self.address = self.health_address = Address("", 0)
+        keys = None if config.api_keys is None else ApiKeysFile(config.api_keys)
+        api = RouterApi(self.service, config.hasher(), SystemClock())
+        model = None if config.model is None else read_model(config.model)
+        self.metrics = PickerMetrics(registry, lambda: len(self.picker.ready), lambda: self.service.num_requests)
+        self._ext_proc = ExtProc(
+            self.picker,
+            PromptReader(api, model, self.picker.adapter_path),
+            Bodies(config.max_body_size, _ROOM_BYTES),
+            SystemClock(),
+            self.metrics,
+            keys=keys,
+            test_headers=config.conformance_headers,
+        )
+        self._port = GrpcPort(config, self._add_services, keys, RIGHTS)
+        self._health_port = GrpcPort(ServerOptions(), self.health.add_to)
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        self._ext_proc.add_to(server)
+        self.health.add_to(server)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[EndpointPickerServer]:
+        """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
+        config = self.config
+        client = RelayClient()
+        endpoints = Endpoints(
+            self.picker,
+            parse_endpoints(config.endpoints),
+            client,
+            interval_s=config.health_interval_s,
+            path=config.health_path,
+            follow=self._follow if config.event_ports else None,
+            on_change=lambda: self.health.set(bool(self.picker.ready)),
+        )
+        try:
+            await self._port.start(Address(config.host, config.port))
+            await self._health_port.start(Address(config.host, config.health_port))
+            self.address, self.health_address = self._port.address, self._health_port.address
+            async with beside(endpoints.run()):
+                yield self
+        finally:
+            self.health.set(False)
+            await self._port.stop(config.grace_s)
+            await self._health_port.stop(0)
+            await client.close()
+
+    def _follow(self, endpoint: str) -> asyncio.Task[None]:
+        host = endpoint.rpartition(":")[0]
+        urls = [f"tcp://{host}:{port}" for port in self.config.ports_of_events()]
+        source = EventSource(InstanceId(endpoint), urls[0], urls[1] if len(urls) > 1 else "")
+        return asyncio.create_task(follower_of(source, self.service).run())
+
+
+async def serve(process: Process, config: EndpointPickerConfig) -> None:
+    """Run until the process is asked to stop."""
+    picker_id = f"epp-{process.generation:012x}"
+    async with EndpointPickerServer(config, process.registry, picker_id).running() as server:
+        process.ready(process.instance_id(server.address.port), server.address)
+        await process.stopping.wait()
+
+
+COMMAND = command(
+    "epp",
+    EndpointPickerConfig,
+    lambda config: run(Role.ROUTER, config, serve),
+    "Run an endpoint picker for gateways (Gateway API Inference Extension, Envoy's ext_proc).",
+)
