@@ -4,10 +4,10 @@ The gateway sends the parts of a request, then those of its response, each answe
 
     request_headers -> (request_body …) -> (request_trailers) -> response_headers -> (response_body …) -> …
 
-The pick is the answer to request_headers in the mode FULL_DUPLEX_STREAMED, where it waits for the whole body, and for
-requests without a body. In the modes BUFFERED and STREAMED it is the answer to the first request_body, which has all
-of the body in the former, and in the latter only if it is short. The load is freed when the response or the stream
-ends, whichever is first: a cancelled stream is a client that left.
+The pick is in the answer to request_headers. In the mode FULL_DUPLEX_STREAMED that answer waits for the whole body;
+without a body, and in the modes NONE and STREAMED, where Envoy sends the request on before its body is known here, the
+load alone decides. In the mode BUFFERED the pick is in the answer to request_body, which Envoy awaits. The load is
+freed when the response or the stream ends, whichever is first: a cancelled stream is a client that left.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ REASON: Final = "x-tanghulu-request-dropped-reason"
 _LB: Final = "envoy.lb"
 #: Bytes of a body in one message; Envoy takes less than 64 KiB.
 _PIECE_BYTES: Final = 62_000
-#: A response without an upstream is Envoy's own.
-_VIA_UPSTREAM: Final = "via_upstream"
+#: Beginning of Envoy's reason for answering in the place of an endpoint that refused or broke the connection.
+_NOT_REACHED: Final = "upstream_reset_before_response_started"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -122,13 +122,14 @@ class _Exchange:
         self._modes = modes = first.protocol_config
         headers = _headers(first.request_headers.headers)
         choose = partial(self._choose, headers, first)
-        if first.request_headers.end_of_stream or (first.HasField("protocol_config") and not modes.request_body_mode):
+        in_pieces = first.HasField("protocol_config") and modes.request_body_mode in (pb.NONE, pb.STREAMED)
+        if first.request_headers.end_of_stream or in_pieces:
             await self._write(await choose(b"", True), request_headers=pb.HeadersResponse())
-        elif modes.request_body_mode in (pb.FULL_DUPLEX_STREAMED, pb.NONE):
-            await self._full_duplex(headers, choose)
-        else:
+        elif modes.request_body_mode in (pb.BUFFERED, pb.BUFFERED_PARTIAL):
             await self._write(None, request_headers=pb.HeadersResponse())
             await self._buffered(choose)
+        else:
+            await self._full_duplex(headers, choose)
         await self._response()
 
     async def refuse(self, error: TanghuluError) -> None:
@@ -234,11 +235,10 @@ class _Exchange:
                     await self._write(None, request_body=_body())
 
     async def _response_headers(self, message: pb.ProcessingRequest) -> None:
-        service, served = self._service, _served(message)
+        service, (served, reached) = self._service, _served(message)
         if self._pick is not None:
-            first = self._pick.endpoints[0]
-            service.picker.served(self._pick, served, service.clock.now_s())
-            service.metrics.served(first, served)
+            service.picker.served(self._pick, served, service.clock.now_s(), reached=reached)
+            service.metrics.served(self._pick.endpoints[0], served)
         reply = pb.HeadersResponse()
         if service.test_headers and served:
             reply.response.header_mutation.CopyFrom(_mutation({TEST_SERVED: served}))
@@ -304,12 +304,13 @@ def _body(piece: pb.StreamedBodyResponse | None = None) -> pb.BodyResponse:
     return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
 
 
-def _served(message: pb.ProcessingRequest) -> str:
-    """Return the endpoint that served, "" if none was reached: by the gateway's metadata, else by Envoy's attribute."""
-    metadata = message.metadata_context.filter_metadata
-    if _LB in metadata and SERVED in metadata[_LB]:
-        return str(metadata[_LB][SERVED])
+def _served(message: pb.ProcessingRequest) -> tuple[str, bool]:
+    """Return the endpoint that served, "" if unreported, and whether it was reached.
+
+    By the gateway's metadata, else by Envoy's attributes. Envoy reports the last endpoint tried in its own answer, too.
+    """
+    found, details = message.metadata_context.filter_metadata[_LB].fields[SERVED].string_value, ""
     for attributes in message.attributes.values():
-        if "upstream.address" in attributes:
-            return str(attributes["upstream.address"])
-    return ""
+        found = found or attributes.fields["upstream.address"].string_value
+        details = details or attributes.fields["response.code_details"].string_value
+    return found, not details.startswith(_NOT_REACHED)

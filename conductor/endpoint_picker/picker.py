@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -126,20 +126,19 @@ class EndpointPicker:
         self._count(pick, pick.endpoints[0], now_s)
         return pick
 
-    def served(self, pick: Pick, endpoint: str, now_s: float) -> None:
-        """Record the ``endpoint`` whose response began; "" if the gateway does not say."""
-        if pick.counted_at is None or endpoint in ("", pick.counted_at):
-            return
-        if endpoint in pick.endpoints:  # else the gateway follows another rule, which says nothing about ours
-            self.unreachable(pick.endpoints[: pick.endpoints.index(endpoint)], now_s)
-        self.end(pick)
-        if any(worker.id == endpoint for worker in self.service.workers):
-            self._count(pick, endpoint, now_s)
+    def served(self, pick: Pick, endpoint: str, now_s: float, *, reached: bool = True) -> None:
+        """Record the ``endpoint`` whose response began, or that was tried last and not ``reached``.
 
-    def unreachable(self, endpoints: Iterable[str], now_s: float) -> None:
-        """Leave ``endpoints`` out for REST_S: the gateway did not reach them."""
-        for each in endpoints:
-            self._resting[each] = now_s + REST_S
+        It is "" if the gateway does not report it. One that was not picked says nothing about those that were.
+        """
+        if pick.counted_at is None or (endpoint in ("", pick.counted_at) and reached):
+            return
+        if endpoint in pick.endpoints:
+            for each in pick.endpoints[: pick.endpoints.index(endpoint) + (not reached)]:
+                self._resting[each] = now_s + REST_S
+        self.end(pick)
+        if reached and any(worker.id == endpoint for worker in self.service.workers):
+            self._count(pick, endpoint, now_s)
 
     def first_token(self, pick: Pick, now_s: float) -> None:
         """Record the first bytes of the response's body. Its worker may have been removed meanwhile."""

@@ -29,6 +29,8 @@ class Engine:
         self.adapters: dict[str, str] = {}
         self.address = ""
         self.num_served = 0
+        self.go = asyncio.Event()
+        self.go.set()
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -56,6 +58,7 @@ class Engine:
     async def _pieces(self, body: bytes) -> AsyncIterator[bytes]:
         for start in range(0, len(body), len(body) // 3 + 1):
             yield body[start : start + len(body) // 3 + 1]
+            await self.go.wait()
 
 
 @contextlib.asynccontextmanager
@@ -74,13 +77,14 @@ async def engine(port: int = 0) -> AsyncIterator[Engine]:
 
 
 @contextlib.asynccontextmanager
-async def picker(*engines: Engine, **options: Any) -> AsyncIterator[EndpointPickerServer]:
+async def picker(*engines: Engine, num_ready: int | None = None, **options: Any) -> AsyncIterator[EndpointPickerServer]:
     """A picker for ``engines``, of which all healthy ones are known to be so."""
+    num_ready = sum(each.is_healthy for each in engines) if num_ready is None else num_ready
     addresses = options.pop("endpoints", ",".join(each.address for each in engines))
     settings = {"port": 0, "health_port": 0, "grace_s": 0.0, "health_interval_s": 0.01, "block_tokens": 4} | options
     config = EndpointPickerConfig(endpoints=addresses, **settings)
     async with EndpointPickerServer(config, CollectorRegistry()).running() as server:
-        await until(lambda: len(server.picker.ready) == sum(each.is_healthy for each in engines))
+        await until(lambda: len(server.picker.ready) == num_ready)
         yield server
         server.picker.check()
 
@@ -151,13 +155,14 @@ class Stream:
         assert returned == data
         return endpoints
 
-    async def served(self, endpoint: str = "", attribute: str = "", status: str = "200") -> pb.ProcessingResponse:
-        headers = pb.HeaderMap(headers=[pb.HeaderValue(key=":status", raw_value=status.encode())])
+    async def served(self, endpoint: str = "", attribute: str = "", details: str = "") -> pb.ProcessingResponse:
+        headers = pb.HeaderMap(headers=[pb.HeaderValue(key=":status", raw_value=b"200")])
         message = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=headers))
         if endpoint:
             message.metadata_context.filter_metadata["envoy.lb"].update({SERVED: endpoint})
-        if attribute:
-            message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": attribute})
+        attributes = {"upstream.address": attribute, "response.code_details": details}
+        if any(attributes.values()):
+            message.attributes["envoy.filters.http.ext_proc"].update({k: v for k, v in attributes.items() if v})
         await self.call.write(message)
         return await self.read()
 

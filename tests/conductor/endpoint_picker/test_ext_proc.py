@@ -70,6 +70,28 @@ async def test_the_load_and_the_blocks_move_to_who_served(scene: Scene, report: 
     assert await scene.stream().picked(chat(LONG, "and", "more")) == [second], "the first was not reached"
 
 
+async def test_an_endpoint_that_was_not_reached_rests(scene: Scene):
+    stream = scene.stream()
+    first, second = await stream.picked(chat(LONG))
+    details = "upstream_reset_before_response_started{remote_connection_failure}"
+    await stream.served(attribute=first, details=details)
+    assert scene.num_requests == 0
+    assert await scene.stream().picked(chat(LONG)) == [second]
+    await (stream := scene.stream()).picked(chat(LONG))
+    await stream.served("10.9.9.9:1")
+    await stream.response_body(b"x")
+    assert await scene.stream().picked(chat(LONG)) == [second], "a stranger says nothing about it"
+
+
+async def test_a_gateway_that_reports_nothing_is_believed_to_follow(scene: Scene):
+    stream = scene.stream()
+    first, _ = await stream.picked(chat(LONG))
+    await stream.served()
+    await stream.response_body(b"x")
+    assert scene.num_requests == 0
+    assert (await scene.stream().picked(chat(LONG)))[0] == first
+
+
 async def test_a_cancelled_stream_frees_its_load(scene: Scene):
     for at in ("picked", "answering"):
         stream = scene.stream()
@@ -136,26 +158,32 @@ async def test_trailers_end_a_body(scene: Scene):
     assert scene.num_requests == 0
 
 
-@pytest.mark.parametrize(("mode", "reads"), [("BUFFERED", True), ("BUFFERED_PARTIAL", True), ("STREAMED", False)])
-async def test_in_other_modes_the_pick_is_in_the_bodys_answer(scene: Scene, mode: str, reads: bool):
+@pytest.mark.parametrize(("mode", "is_whole"), [("BUFFERED", True), ("BUFFERED_PARTIAL", False)])
+async def test_of_a_buffered_request_the_pick_is_in_the_bodys_answer(scene: Scene, mode: str, is_whole: bool):
     modes = pb.ProtocolConfiguration(request_body_mode=mode, response_body_mode=pb.STREAMED)
-    data = chat(LONG)
-    first = await scene.stream().whole(data)
+    first = await scene.stream().whole(chat(LONG))
     stream = scene.stream()
     await stream.begin(modes=modes)
     assert (await stream.read()).WhichOneof("response") == "request_headers"
-    await stream.body(data if reads else data[:40], ends=reads)
+    await stream.body(chat(LONG, "next"), ends=is_whole)
     endpoints = endpoints_in(await stream.read(), "request_body")
-    if reads:
-        assert endpoints[0] == first[0]
-    else:
-        assert scene.counted("unread") == 1
-        await stream.body(data[40:], ends=True)
-        assert (await stream.read()).WhichOneof("response") == "request_body"
+    assert scene.counted("unread") == (not is_whole)
+    assert endpoints[0] == first[0] or not is_whole
     await stream.served(endpoints[0])
     answer = await stream.response_body(b"x")
     assert not answer.response_body.HasField("response"), "nothing is changed"
     await stream.end()
+
+
+async def test_of_a_streamed_request_the_pick_does_not_wait_for_the_body(scene: Scene):
+    stream = scene.stream()
+    await stream.begin(modes=pb.ProtocolConfiguration(request_body_mode=pb.STREAMED))
+    assert len(endpoints_in(await stream.read(), "request_headers")) == 2
+    for piece in (b"one", b"two"):
+        answer = await stream.exchange(request_body=pb.HttpBody(body=piece, end_of_stream=piece == b"two"))
+        assert answer.WhichOneof("response") == "request_body"
+    assert (await stream.exchange(request_trailers=pb.HttpTrailers())).WhichOneof("response") == "request_trailers"
+    assert scene.counted("unread") == 1
 
 
 @pytest.mark.parametrize("modes", [pb.ProtocolConfiguration(), None])
