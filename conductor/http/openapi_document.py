@@ -57,39 +57,21 @@ _OF_GENERATION: Final = {"422": "Several workers in a row died under the request
 _OF_MESSAGES: Final = {"529": "The queue of the conductor is full; Retry-After says when to come back"}
 #: Answers other than JSON.
 _TEXTS: Final = {"/metrics": "text/plain"}
-_ERROR: Final = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code", "param"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "code": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR: Final = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message", "details"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
-            },
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-}
+_TEXT: Final = {"type": "string"}
+_TEXT_OR_NULL: Final = {"type": ["string", "null"]}
+
+
+def _object(**fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has all of ``fields``."""
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+_ERROR: Final = _object(error=_object(message=_TEXT, type=_TEXT, code=_TEXT, param=_TEXT_OR_NULL))
+_ANTHROPIC_ERROR: Final = _object(
+    type={"const": "error"},
+    error=_object(type=_TEXT, message=_TEXT, details=_object(error_code=_TEXT)),
+    request_id=_TEXT_OR_NULL,
+)
 
 
 def install(app: FastAPI) -> None:

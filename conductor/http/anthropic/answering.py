@@ -27,12 +27,11 @@ from tanghulu.conductor.tools.events import TOOL_CALLS, AnswerEvent, CallArgumen
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import FinishReason
 
-#: Field of the content of each type of block, and type and field of its deltas.
-_DELTAS: Final = {
-    "text": ("text", "text_delta", "text"),
-    "thinking": ("thinking", "thinking_delta", "thinking"),
-    "tool_use": ("input", "input_json_delta", "partial_json"),
-}
+#: Type and field of the deltas of each type of block.
+_DELTAS: Final = {kind: (f"{kind}_delta", kind) for kind in ("text", "thinking")}
+_DELTAS["tool_use"] = ("input_json_delta", "partial_json")
+#: Stop reasons by the names of the end of an answer; no reason of the API fits an aborted one.
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
 
 
 def router(service: Service) -> APIRouter:
@@ -83,7 +82,7 @@ class Blocks:
         if not self._is_open:
             return []
         self._is_open, block, text = False, self.blocks[-1], "".join(self._text)
-        block[_DELTAS[block["type"]][0]] = _input(text) if block["type"] == "tool_use" else text
+        block |= {"input": _input(text)} if block["type"] == "tool_use" else {block["type"]: text}
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _of(self, event: AnswerEvent) -> list[dict[str, Any]]:
@@ -115,7 +114,7 @@ class Blocks:
         if not text:
             return []
         self._text.append(text)
-        _, kind, field = _DELTAS[self.blocks[-1]["type"]]
+        kind, field = _DELTAS[self.blocks[-1]["type"]]
         return [{"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": {"type": kind, field: text}}]
 
 
@@ -168,41 +167,25 @@ class MessageReader:
         return self._content.take(self._reader.take(delta))
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        return {
-            "id": self._call.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._call.model.card.model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
+        head = {"id": self._call.id, "type": "message", "role": "assistant", "model": self._call.model.card.model}
+        return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _stop(self) -> dict[str, Any]:
-        """Return why the message ended; no reason of the API fits one that was aborted."""
+        """Return why the message ended."""
         matched, used = self._call.generations[0].matched, self._call.num_prompt_tokens + self._call.num_generated
-        reason: str | None = "end_turn"
-        if self._finish is FinishReason.LENGTH:
-            is_full = used >= self._call.model.card.context_length
-            reason = "model_context_window_exceeded" if is_full else "max_tokens"
-        elif self._finish is not FinishReason.STOP:
-            reason = None
-        elif isinstance(matched, str):
+        if self._finish is FinishReason.STOP and isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
-        elif self._reader.reason(self._finish) == TOOL_CALLS:
-            reason = "tool_use"
+        reason = _REASONS.get(self._reader.reason(self._finish))
+        if reason == "max_tokens" and used >= self._call.model.card.context_length:
+            reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         """Return the tokens so far; those found in a cache are known at the end, and count as computed until then."""
         cached = self._call.cached_tokens
-        return {
-            "input_tokens": self._call.num_prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": self._call.num_generated,
-        }
+        computed, generated = self._call.num_prompt_tokens - cached, self._call.num_generated
+        cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        return {"input_tokens": computed, **cache, "output_tokens": generated}
 
 
 def _written(payloads: Sequence[dict[str, Any]]) -> bytes:

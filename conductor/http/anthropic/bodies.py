@@ -10,8 +10,8 @@ pinned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -37,23 +37,20 @@ MIN_THINKING_TOKENS: Final = 1024
 #: Beginning of the system block in which Claude's clients send a number that differs in every request: kept, it would
 #: leave no two requests a common prefix.
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
-#: Required fields of each type of block, and the only role that may have it.
-_BLOCKS: Final[dict[str, tuple[tuple[str, ...], str | None]]] = {
-    "text": (("text",), None),
-    "thinking": (("thinking",), "assistant"),
-    "redacted_thinking": ((), "assistant"),
-    "tool_use": (("id", "name", "input"), "assistant"),
-    "tool_result": (("tool_use_id",), "user"),
+#: Required fields of each type of block.
+_REQUIRED: Final[dict[str, tuple[str, ...]]] = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
 }
+#: The only role that may have blocks of a type; messages of any role have text.
+_ROLES: Final = {"tool_result": "user"} | dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant")
+#: Template variables of a type of thinking; others leave the choice to the template.
+_ENABLE_THINKING: Final = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}}
 #: Names in these bodies of a chat's fields that have another name.
-_NAMES: Final = {
-    "stop": "stop_sequences",
-    "response_format": "output_config",
-    "reasoning_effort": "output_config",
-    "parallel_tool_calls": "tool_choice",
-    "chat_template_kwargs": "thinking",
-    "user": "metadata",
-}
+_NAMES: Final = {"stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config"}
 
 
 def _as_blocks(value: Any) -> Any:
@@ -75,26 +72,20 @@ class _Cacheable(BaseModel):
 class TextBlock(_Cacheable):
     """A block of the system prompt or of a tool's result: text alone."""
 
+    kinds: ClassVar[tuple[str, ...]] = ("text",)
     type: str
     text: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        required, _ = self._known().get(self.type, (None, None))
-        if required is None:
-            raise ValueError(
-                f"blocks of type {self.type[:64]!r} are not supported here; send {', '.join(self._known())}"
-            )
-        for name in required:
-            if getattr(self, name) is None:
-                raise ValueError(f"a block of type {self.type} requires the field {name}")
+        if self.type not in self.kinds:
+            raise ValueError(f"blocks of type {self.type[:64]!r} are not supported here; send {', '.join(self.kinds)}")
+        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"a block of type {self.type} requires the fields {', '.join(_REQUIRED[self.type])}")
         if self.cache_control is not None and ("thinking" in self.type or self.text == ""):
             raise ValueError("cache_control is not allowed on thinking and on empty text; set it on another block")
         return self
-
-    @classmethod
-    def _known(cls) -> dict[str, tuple[tuple[str, ...], str | None]]:
-        return {"text": _BLOCKS["text"]}
 
 
 TextBlocks = Annotated[
@@ -107,16 +98,13 @@ TextBlocks = Annotated[
 class ContentBlock(TextBlock):
     """A block of a message: text, thinking, a call of a tool, or its result."""
 
+    kinds: ClassVar[tuple[str, ...]] = tuple(_REQUIRED)
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: TextBlocks | None = None
-
-    @classmethod
-    def _known(cls) -> dict[str, tuple[tuple[str, ...], str | None]]:
-        return _BLOCKS
 
 
 class MessageParam(BaseModel):
@@ -134,8 +122,8 @@ class MessageParam(BaseModel):
     def _in_order(self) -> Self:
         kinds = [block.type for block in self.content]
         for kind in kinds:
-            if _BLOCKS[kind][1] not in (None, self.role):
-                raise ValueError(f"a block of type {kind} belongs in a message of the role {_BLOCKS[kind][1]}")
+            if (role := _ROLES.get(kind, self.role)) != self.role:
+                raise ValueError(f"a block of type {kind} belongs in a message of the role {role}")
         if "tool_result" in kinds[kinds.count("tool_result") :]:
             raise ValueError("blocks of type tool_result must precede all others of their message")
         return self
@@ -158,9 +146,9 @@ class ToolParam(_Cacheable):
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool in a chat's format."""
-        given = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        function = {**given, "strict": self.strict}
-        return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+        given = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        more = {name: value for name, value in given.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, **more}}
 
 
 class ToolChoice(Body):
@@ -234,30 +222,21 @@ class CountTokensBody(Body):
     """type auto, any, tool or none."""
     thinking: ThinkingConfig | None = None
     """type enabled, disabled, adaptive or between_tools."""
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
     """effort and format."""
     cache_control: CacheControl | None = None
     """Checked, without effect, as on blocks and tools: prefixes are cached without it."""
 
     @model_validator(mode="after")
     def _few_breakpoints(self) -> Self:
-        ttls = [each.ttl for each in self._breakpoints()]
+        blocks = [each for turn in self.messages for block in turn.content for each in (*(block.content or ()), block)]
+        places: list[_Cacheable | CountTokensBody] = [*(self.tools or ()), *(self.system or ()), *blocks, self]
+        ttls = [place.cache_control.ttl for place in places if place.cache_control is not None]
         if len(ttls) > MAX_BREAKPOINTS:
             raise ValueError(f"cache_control is set at {len(ttls)} places; the limit is {MAX_BREAKPOINTS}")
         if "5m" in ttls and "1h" in ttls[ttls.index("5m") :]:
-            raise ValueError(
-                "cache_control with ttl 1h must precede that with 5m, in tools, then system, then messages"
-            )
+            raise ValueError("cache_control of ttl 1h must precede that of 5m, in tools, then system, then messages")
         return self
-
-    def _breakpoints(self) -> Iterator[CacheControl]:
-        in_messages = [
-            each for turn in self.messages for block in turn.content for each in (*(block.content or ()), block)
-        ]
-        places: list[_Cacheable] = [*(self.tools or ()), *(self.system or ()), *in_messages]
-        for control in (*(place.cache_control for place in places), self.cache_control):
-            if control is not None:
-                yield control
 
     @property
     def prompt_field(self) -> str | None:
@@ -268,16 +247,14 @@ class CountTokensBody(Body):
         return translated(TokenizeBody, self, self._prompt(), _NAMES)
 
     def _prompt(self) -> dict[str, Any]:
-        thinks = {"enabled": True, "disabled": False}.get(self.thinking.type) if self.thinking is not None else None
+        choice, thinking = self.tool_choice, self.thinking.type if self.thinking is not None else ""
         return {
             "messages": messages_of(self.system or (), self.messages),
             "tools": [tool.for_chat() for tool in self.tools or ()] or None,
-            "tool_choice": self.tool_choice.for_chat() if self.tool_choice is not None else None,
-            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use
-            if self.tool_choice is not None
-            else None,
-            "chat_template_kwargs": {"enable_thinking": thinks} if thinks is not None else None,
-            "reasoning_effort": self.output_config.effort if self.output_config is not None else None,
+            "tool_choice": choice.for_chat() if choice is not None else None,
+            "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+            "chat_template_kwargs": _ENABLE_THINKING.get(thinking),
+            "reasoning_effort": self.output_config.effort,
         }
 
 
@@ -294,7 +271,7 @@ class MessagesBody(CountTokensBody, RoutedBody):
     """Default: the model's own, else 1."""
     top_k: TopK | None = None
     """Default: the model's own, else off; -1 and 0 disable it."""
-    metadata: Metadata | None = None
+    metadata: Metadata = Field(default_factory=Metadata)
     """Holds the user_id."""
     stream: bool | None = False
 
@@ -310,14 +287,14 @@ class MessagesBody(CountTokensBody, RoutedBody):
 
     def chat(self) -> ChatBody:
         """Return the chat requested by this body. Raises BadField for anything a chat refuses."""
-        form = self.output_config.format if self.output_config is not None else None
+        form = self.output_config.format
         fields = {
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "user": self.user or (self.metadata.user_id if self.metadata is not None else None),
+            "user": self.user or self.metadata.user_id,
             "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
         }
         return translated(ChatBody, self, self._prompt() | fields, _NAMES)

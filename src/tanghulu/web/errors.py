@@ -71,17 +71,8 @@ _TYPES = {
 }
 #: Root of the paths whose errors have Anthropic's shape, the types there by status, and its status of a full queue.
 ANTHROPIC: Final = "/v1/messages"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    REQUEST_TIMEOUT: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
+_ANTHROPIC_TYPES = _TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_TYPES |= {529: "overloaded_error", REQUEST_TIMEOUT: "timeout_error", 504: "timeout_error"}
 _QUEUE_FULL = 529
 #: Errors after which a client may retry later.
 _COME_BACK = (429, 503)

@@ -341,10 +341,10 @@ def _marked(*ttls: str) -> list[dict[str, Any]]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (_user(IMAGE), "blocks of type 'image' are not supported here; send text, thinking"),
+    (_user(IMAGE), "blocks of type 'image' are not supported here; send text, tool_use"),
     (_user(DOCUMENT), "blocks of type 'document' are not supported"),
     (_user({**RESULT, "content": [IMAGE]}), "blocks of type 'image' are not supported here; send text$"),
-    (_user({"type": "text"}), "a block of type text requires the field text"),
+    (_user({"type": "text"}), "a block of type text requires the fields text"),
     (_user({"type": "tool_use", "id": "x", "name": "f", "input": {}}), "belongs in a message of the role assistant"),
     (_user({"type": "text", "text": "x"}, RESULT), "must precede all others"),
     ({"messages": []}, "messages"),
