@@ -18,6 +18,7 @@ PATHS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/generate",
     "/tokenize",
     "/detokenize",
@@ -48,6 +49,9 @@ _FIELDS: Final[dict[str, list[str]]] = {
     "/v1/responses": _names(
         "input instructions tools tool_choice include metadata text reasoning previous_response_id user model"
     ),
+    "/v1/messages": _names(
+        "messages system tools tool_choice thinking output_config cache_control stop_sequences metadata user model"
+    ),
     "/generate": _names("text input_ids sampling_params rid return_logprob token_ids_logprob model"),
     "/tokenize": _names("prompt messages model unknown_name"),
     "/detokenize": _names("tokens model"),
@@ -58,6 +62,7 @@ _BASES: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {"messages": [_USER], "max_tokens": 2},
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [_USER], "max_tokens": 2},
     "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 2}},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
