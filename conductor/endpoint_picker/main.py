@@ -13,27 +13,31 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
+from tanghulu.auth.tls import REFRESH_S
 from tanghulu.conductor.endpoint_picker import health
 from tanghulu.conductor.endpoint_picker.endpoints import Endpoints, parse_endpoints
 from tanghulu.conductor.endpoint_picker.ext_proc import SERVICE, ExtProc
 from tanghulu.conductor.endpoint_picker.health import Health
 from tanghulu.conductor.endpoint_picker.metrics import PickerMetrics
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
-from tanghulu.conductor.endpoint_picker.prompts import PromptReader, read_model
-from tanghulu.conductor.engines.events import EventSource
+from tanghulu.conductor.endpoint_picker.prompts import PromptReader, read_card
+from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.model import BLOCK_HASH
+from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pool_router.relaying import RelayClient
-from tanghulu.conductor.routing_service.api import RouterApi
-from tanghulu.conductor.routing_service.main import RoutingOptions, follower_of
+from tanghulu.conductor.routing_service.api import Hasher, RouterApi
+from tanghulu.conductor.routing_service.main import RoutingOptions
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import ConfigError
-from tanghulu.hashing import VLLM_SHA256_CBOR
+from tanghulu.hashing import root_hash
 from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.types import Address, InstanceId, Role
+from tanghulu.types import Address, Fingerprint, InstanceId, Role
 from tanghulu.web.bodies import Bodies
 
 #: Bytes of bodies held at one time.
@@ -87,10 +91,8 @@ class EndpointPickerConfig(RoutingOptions, HttpOptions, ProcessConfig):
         parts = [part.strip() for part in self.event_ports.split(",") if part.strip()]
         if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) < 1 << 16 for part in parts):
             raise ConfigError(f"--event-ports {self.event_ports!r} is not of the form 5557 or 5557,5558")
-        if parts and (self.model is None or self.block_hash != VLLM_SHA256_CBOR):
-            raise ConfigError(
-                f"--event-ports needs --model FOLDER and --block-hash {VLLM_SHA256_CBOR}: vLLM names blocks by them"
-            )
+        if parts and self.model is None:
+            raise ConfigError("--event-ports needs --model FOLDER: events have the tokens of blocks")
         return tuple(map(int, parts))
 
 
@@ -104,9 +106,13 @@ class EndpointPickerServer:
         self.picker = EndpointPicker(self.service, config.max_requests_per_worker)
         self.health = Health(SERVICE)
         self.address = self.health_address = Address("", 0)
-        keys = None if config.api_keys is None else ApiKeysFile(config.api_keys)
-        api = RouterApi(self.service, config.hasher(), SystemClock())
-        model = None if config.model is None else read_model(config.model)
+        self._keys = keys = None if config.api_keys is None else ApiKeysFile(config.api_keys)
+        self._card = None if config.model is None else read_card(config.model, config.block_tokens)
+        self._naming_key = config.shared_secret().naming_key
+        fingerprint = Fingerprint(bytes(16)) if self._card is None else self._card.fingerprint
+        root = root_hash(fingerprint, algorithm=BLOCK_HASH, key=self._naming_key)
+        api = RouterApi(self.service, Hasher(root, config.block_tokens, BLOCK_HASH), SystemClock())
+        model = None if self._card is None else ServedModel(self._card)
         self.metrics = PickerMetrics(registry, lambda: len(self.picker.ready), lambda: self.service.num_requests)
         self._ext_proc = ExtProc(
             self.picker,
@@ -117,8 +123,8 @@ class EndpointPickerServer:
             keys=keys,
             test_headers=config.conformance_headers,
         )
-        self._port = GrpcPort(config, self._add_services, keys, RIGHTS)
-        self._health_port = GrpcPort(ServerOptions(), self.health.add_to)
+        self._port = GrpcPort(config, self._add_services, keys, RIGHTS, flag="--port")
+        self._health_port = GrpcPort(ServerOptions(), self.health.add_to, flag="--health-port")
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         self._ext_proc.add_to(server)
@@ -142,7 +148,7 @@ class EndpointPickerServer:
             await self._port.start(Address(config.host, config.port))
             await self._health_port.start(Address(config.host, config.health_port))
             self.address, self.health_address = self._port.address, self._health_port.address
-            async with beside(endpoints.run()):
+            async with beside(endpoints.run(), self._follow_keys()):
                 yield self
         finally:
             self.health.set(False)
@@ -150,11 +156,23 @@ class EndpointPickerServer:
             await self._health_port.stop(0)
             await client.close()
 
+    async def _follow_keys(self) -> None:
+        while self._keys is not None:
+            await asyncio.sleep(REFRESH_S)
+            await asyncio.to_thread(self._keys.refresh)
+
     def _follow(self, endpoint: str) -> asyncio.Task[None]:
-        host = endpoint.rpartition(":")[0]
-        urls = [f"tcp://{host}:{port}" for port in self.config.ports_of_events()]
-        source = EventSource(InstanceId(endpoint), urls[0], urls[1] if len(urls) > 1 else "")
-        return asyncio.create_task(follower_of(source, self.service).run())
+        """Follow the KV events of an endpoint; its blocks are named by their tokens."""
+        host, worker = endpoint.rpartition(":")[0], InstanceId(endpoint)
+        events, replay = (*(f"tcp://{host}:{port}" for port in self.config.ports_of_events()), "")[:2]
+        card, key = self._card, self._naming_key
+        assert card is not None
+        follower = VllmFollower(
+            EventSource(worker, events, replay),
+            self.service.applier(worker),
+            lambda: NamingDecoder(BlockNames(card, 0, key)),
+        )
+        return asyncio.create_task(follower.run())
 
 
 async def serve(process: Process, config: EndpointPickerConfig) -> None:

@@ -1,4 +1,4 @@
-"""From a request's body to the names of its prompt's blocks, as the engine itself will name them.
+"""From a request's body to the names of its prompt's blocks.
 
 A body is tokenised as the engine does: with the model's own tokenizer and chat template. Parts that are not text stand
 in the prompt as a mark with their hash, so that prompts with different images differ. Without a model's files, four
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from pydantic import ValidationError
 
+from tanghulu.conductor.engines.model import ModelFacts, ModelFolder
+from tanghulu.conductor.http.anthropic.bodies import CountTokensBody
 from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.preprocess import tokenise
-from tanghulu.conductor.inference.schema import TokenizeBody
+from tanghulu.conductor.inference.schema import ChatPrompt, TokenizeBody
 from tanghulu.conductor.pool_router.demand import parse_body
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing_service.api import RouterApi
@@ -26,41 +27,26 @@ from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQue
 from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.tools.choosing import ParserNames
-from tanghulu.errors import ContextLengthExceeded, InvalidRequest
-from tanghulu.hashing import BlockExtras, Tokens, as_tokens, joined
-from tanghulu.model_files.assets import assets_of_folder
+from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import TOKEN_BYTES, BlockExtras, Tokens, as_tokens, joined
 from tanghulu.session.model_card import ModelCard
-from tanghulu.types import Fingerprint
 
-#: A tokenizer has no context length: texts are bounded as bodies are.
+#: A picker does not bound prompts by a context: the engine does.
 _ANY_CONTEXT: Final = 1 << 31
-_BYTES_PER_TOKEN: Final = 4
+#: Fields that make a prompt, the first ones first in it.
+_PROMPT_FIELDS: Final = ("tools", "system", "messages", "prompt")
+#: Parts of a content that are read by their types; others are marked.
+_READ: Final = ("text", "refusal", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_CHAT, _COMPLETION, _ANTHROPIC = PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 
 
 class Unread(Exception):
-    """The body names no prompt that could be tokenised here: the request is routed by load."""
+    """The body has no prompt that could be tokenised here: the request is routed by load. The text is a label."""
 
 
-def read_model(folder: Path) -> ServedModel:
-    """Return the tokenizer and chat template in ``folder``. Raises ModelUnsupported for unreadable files."""
-    assets = assets_of_folder(folder, None, ())
-    return ServedModel(
-        ModelCard(
-            model=folder.name,
-            fingerprint=Fingerprint(bytes(16)),
-            block_hash="xxh3_128",
-            block_tokens=1,
-            context_length=_ANY_CONTEXT,
-            vocab_size=_ANY_CONTEXT,
-            eos_token_ids=assets.eos_ids,
-            tokenizer_json_zlib=zlib.compress(assets.tokenizer_json, 1),
-            chat_template=assets.chat_template or "",
-            bos_token=assets.bos_token or "",
-            eos_token=assets.eos_token or "",
-            add_bos=assets.add_bos,
-            block_bytes=0,
-        )
-    )
+def read_card(folder: Path, block_tokens: int) -> ModelCard:
+    """Return the description of the model in ``folder``. Raises ModelUnsupported for unreadable files."""
+    return ModelFolder.read(folder, "").card(ModelFacts(folder.name, str(folder), _ANY_CONTEXT, block_tokens), b"")
 
 
 class PromptReader:
@@ -72,39 +58,42 @@ class PromptReader:
     async def query(self, path: str, body: bytes, caller: RoutingClient) -> tuple[RoutingQuery, str]:
         """Return the query for a request to ``path``, and the adapter it names ("" without).
 
-        Raises Unread for a path or a body without a prompt known here, InvalidRequest for one that is not a JSON
-        object.
+        Raises Unread, and InvalidRequest for a body that is not a JSON object.
         """
-        form = next((form for end, form in _FORMS.items() if path.partition("?")[0].endswith(end)), None)
-        if form is None:
+        api = next((each for each in PATHS if path.partition("?")[0].endswith(each)), "")
+        if not api:
             raise Unread("path")
+        is_large = len(body) > INLINE_BYTES
         try:
-            check_marks(body)
+            await made_ready(is_large, check_marks, body)
         except InvalidRequest:
             raise Unread("size") from None
-        is_large = len(body) > INLINE_BYTES
         given = await made_ready(is_large, parse_body, body)
-        prompt = await made_ready(is_large, _prompt, form, given)
-        named = _text(given, "model")
-        path_of_adapter = self._adapters(named)
-        extras = BlockExtras(_text(given, "cache_salt"), named * (path_of_adapter is not None), path_of_adapter or "")
-        tokens = await self._tokens(prompt, is_large, joined(caller.tenant.encode(), extras.salt.encode()))
-        return self._api.query(tokens, NO_OVERRIDES, _text(given, "prompt_cache_key"), caller, extras), extras.lora
+        named, salt, session = (_text(given, name) for name in ("model", "cache_salt", "prompt_cache_key"))
+        lora_path = self._adapters(named)
+        extras = BlockExtras(salt, "" if lora_path is None else named, lora_path or "")
+        tokens = await self._tokens(api, given, is_large, joined(caller.tenant.encode(), salt.encode()))
+        return self._api.query(tokens, NO_OVERRIDES, session, caller, extras), extras.lora
 
-    async def _tokens(self, prompt: Mapping[str, Any], is_large: bool, salt: bytes) -> Tokens:
-        ids = prompt.get("prompt")
-        if isinstance(ids, list) and all(type(each) is int and 0 <= each < 1 << 32 for each in ids):
-            return as_tokens(ids)
-        if self._model is None:
-            data = json.dumps(prompt, sort_keys=True).encode()
-            return as_tokens(data[: len(data) // _BYTES_PER_TOKEN * _BYTES_PER_TOKEN])
+    async def _tokens(self, api: str, given: dict[str, Any], is_large: bool, salt: bytes) -> Tokens:
+        prompt = given.get("prompt")
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompt = given["prompt"] = prompt[0]  # engines compute the prompts of one request at one place
+        if api == _COMPLETION and _is_ids(prompt):
+            return as_tokens(prompt)
         try:
-            parsed = TokenizeBody.model_validate(prompt)
+            if self._model is None:
+                return await made_ready(is_large, _as_text, given)
+            parsed = await made_ready(is_large, _parsed, api, given)
             if is_large:
                 parsed.set_large()
             return (await tokenise(parsed, self._model, ParserNames(), salt))[0]
-        except (ValidationError, InvalidRequest, ContextLengthExceeded):  # the engine may accept it, or answer better
+        except (ValidationError, InvalidRequest, TypeError, AttributeError, RecursionError):  # the engine may accept it
             raise Unread("fields") from None
+
+
+def _is_ids(prompt: Any) -> TypeGuard[list[int]]:
+    return isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 1 << 32 for i in prompt)
 
 
 def _text(given: Mapping[str, Any], name: str) -> str:
@@ -112,80 +101,36 @@ def _text(given: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-_CHAT_FIELDS: Final = (
-    *("messages", "tools", "tool_choice", "documents", "reasoning_effort"),
-    *("chat_template_kwargs", "add_generation_prompt"),
-)
+def _as_text(given: Mapping[str, Any]) -> Tokens:
+    data = json.dumps([given[name] for name in _PROMPT_FIELDS if given.get(name)]).encode()
+    if not any(given.get(name) for name in ("messages", "prompt")):
+        raise TypeError
+    return as_tokens(data[: len(data) // TOKEN_BYTES * TOKEN_BYTES])
 
 
-def _prompt(form: Callable[[dict[str, Any]], dict[str, Any]], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a TokenizeBody. Raises Unread."""
-    try:
-        return form(given)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError):
-        raise Unread("fields") from None
+def _parsed(api: str, given: Mapping[str, Any]) -> TokenizeBody:
+    """Return the prompt as a body of /tokenize. Raises ValidationError, BadField, TypeError."""
+    if api == _COMPLETION:
+        return TokenizeBody.model_validate({name: given.get(name) for name in ("prompt", "add_special_tokens")})
+    fields = {name: value for name, value in given.items() if name in _FIELDS[api]}
+    fields["messages"] = [
+        {**message, "content": _marked(message.get("content"))} for message in given.get("messages") or ()
+    ]
+    if api == _CHAT:
+        return TokenizeBody.model_validate(fields)
+    return CountTokensBody.model_validate(fields).for_tokens()
 
 
-def _completion(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the first prompt: engines compute those of one request at one place."""
-    prompt = given["prompt"]
-    if isinstance(prompt, list) and not isinstance(prompt[0], int):
-        prompt = prompt[0]
-    return {"prompt": prompt, "add_special_tokens": given.get("add_special_tokens", True)}
+_FIELDS: Final = {_CHAT: ChatPrompt.model_fields, _ANTHROPIC: CountTokensBody.model_fields}
 
 
-def _chat(given: dict[str, Any]) -> dict[str, Any]:
-    messages = [{**message, "content": _content(message.get("content"))} for message in given["messages"]]
-    return {name: given[name] for name in _CHAT_FIELDS if given.get(name) is not None} | {"messages": messages}
+def _marked(content: Any) -> Any:
+    """Return a content with all parts that are not text replaced by texts with their hashes."""
+    return [_part(part) for part in content] if isinstance(content, list) else content
 
 
-def _content(content: Any) -> Any:
-    return "".join(map(_part, content)) if isinstance(content, list) else content
-
-
-def _part(part: Mapping[str, Any]) -> str:
-    """Return the text of a part, or a mark with the hash of any other."""
-    text = part.get("text")
-    if isinstance(text, str):
-        return text
+def _part(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") in _READ:
+        return part
     digest = hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return f"<{part.get('type')} {digest}>"
-
-
-def _anthropic(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat in a body of Anthropic's API."""
-    messages: list[dict[str, Any]] = []
-    if given.get("system"):
-        messages.append({"role": "system", "content": _content(given["system"])})
-    for message in given["messages"]:
-        messages += _anthropic_turn(message["role"], message["content"])
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": tool.get("description"),
-                "parameters": tool["input_schema"],
-            },
-        }
-        for tool in given.get("tools") or ()
-    ]
-    return {"messages": messages, **({"tools": tools} if tools else {})}
-
-
-def _anthropic_turn(role: str, content: Any) -> Iterator[dict[str, Any]]:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        if part["type"] == "tool_result":
-            yield {"role": "tool", "tool_call_id": part["tool_use_id"], "content": _content(part.get("content")) or ""}
-    calls = [
-        {"id": part["id"], "type": "function", "function": {"name": part["name"], "arguments": part["input"]}}
-        for part in parts
-        if part["type"] == "tool_use"
-    ]
-    text = _content([part for part in parts if part["type"] not in ("tool_result", "tool_use", "thinking")])
-    if text or calls:
-        yield {"role": role, "content": text or None, **({"tool_calls": calls} if calls else {})}
-
-
-_FORMS: Final = {"/v1/chat/completions": _chat, "/v1/completions": _completion, "/v1/messages": _anthropic}
+    return {"type": "text", "text": f"<{part.get('type')} {digest}>"}

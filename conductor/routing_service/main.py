@@ -22,7 +22,7 @@ from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.service import RoutingService
 from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNetworks
-from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.errors import ConfigError
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.grpc_port import GrpcPort
@@ -31,7 +31,6 @@ from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.session.outputs import KvChange
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
 from tanghulu.web.server import HttpServer, Server
 
@@ -44,8 +43,6 @@ class RoutingOptions(SecretOptions):
     policy_weights: str = option("", "routing: weights of the policies, such as alpha=0.7,temperature=0.2")
     block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "routing: tokens per block", least=1)
     block_bytes: int = option(2 << 20, "routing: bytes of KV per block", size=True, least=1)
-    block_hash: str = option("xxh3_128", "routing: hash function of blocks", choices=tuple(HASH_FUNCTIONS))
-    root_hash: str = option("", "routing: parent hash of the first block, in hex; default: that of an unnamed model")
     assume_cached_s: float = option(
         0.0,
         "routing: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
@@ -61,16 +58,6 @@ class RoutingOptions(SecretOptions):
         """Raise ConfigError for options that are not of the right form."""
         WorkerNetworks(self.worker_networks)
         parse_weights(self.policy_weights)
-        self.hasher()
-
-    def hasher(self) -> Hasher:
-        """Return the hasher of prompts given as tokens. Raises ConfigError for a root that is not hex."""
-        try:
-            root = BlockHash(bytes.fromhex(self.root_hash))
-        except ValueError:
-            raise ConfigError(f"--root-hash {self.root_hash!r} is not hex") from None
-        unnamed = root_hash(Fingerprint(bytes(16)), algorithm=self.block_hash, key=self.shared_secret().naming_key)
-        return Hasher(root or unnamed, self.block_tokens, self.block_hash)
 
     def routing_service(self, router_id: str, *, encrypted: bool = False) -> RoutingService:
         """Return a service without workers; they have to be ``encrypted`` if it is true."""
@@ -85,6 +72,8 @@ class RouterConfig(RoutingOptions, pools_main.GlobalRouterConfig):
     """Options of both kinds of router; those of routing and gRPC concern the service, without --pools."""
 
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
+    block_hash: str = option("xxh3_128", "service: hash function of blocks", choices=tuple(HASH_FUNCTIONS))
+    root_hash: str = option("", "service: parent hash of the first block, in hex; default: that of an unnamed model")
     vllm_events: str = option(
         "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
     )
@@ -93,6 +82,16 @@ class RouterConfig(RoutingOptions, pools_main.GlobalRouterConfig):
         super().__post_init__()
         self.check_routing()
         parse_sources(self.vllm_events)
+        self.hasher()
+
+    def hasher(self) -> Hasher:
+        """Return the hasher of prompts given as tokens. Raises ConfigError for a root that is not hex."""
+        try:
+            root = BlockHash(bytes.fromhex(self.root_hash))
+        except ValueError:
+            raise ConfigError(f"--root-hash {self.root_hash!r} is not hex") from None
+        unnamed = root_hash(Fingerprint(bytes(16)), algorithm=self.block_hash, key=self.shared_secret().naming_key)
+        return Hasher(root or unnamed, self.block_tokens, self.block_hash)
 
 
 class RouterServer:
@@ -139,18 +138,7 @@ class RouterServer:
     def _follower(self, source: EventSource) -> VllmFollower:
         """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""
         self.service.put_worker(source.worker, Role.BOTH)
-        return follower_of(source, self.service)
-
-
-def follower_of(source: EventSource, service: RoutingService) -> VllmFollower:
-    """Return a follower of the KV events of a worker of ``service``."""
-
-    def apply(change: KvChange) -> None:
-        # A worker removed meanwhile has nothing to report.
-        with contextlib.suppress(InvalidRequest):
-            service.kv_event(source.worker, change)
-
-    return VllmFollower(source, apply)
+        return VllmFollower(source, self.service.applier(source.worker))
 
 
 async def serve(process: Process, config: RouterConfig) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -207,6 +207,15 @@ class RoutingService:
         self._target(worker)
         for event in events_of(worker, change):
             self.index.apply(event)
+
+    def applier(self, worker: InstanceId) -> Callable[[KvChange], None]:
+        """Return a function that applies the events of a worker, until it is removed."""
+
+        def apply(change: KvChange) -> None:
+            if worker in self._targets:
+                self.kv_event(worker, change)
+
+        return apply
 
     def dump_events(self) -> Iterator[Stored]:
         """Yield events that turn an empty index into this one."""

@@ -21,7 +21,7 @@ _MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
 class GrpcPort:
     """A port with the certificates and bounds of ``options``; ``add_servicer`` registers the methods at a server.
 
-    With ``keys`` each call needs one, with the right that ``rights`` gives for its method.
+    With ``keys`` each call needs one, with the right that ``rights`` gives for its method. ``flag`` sets the port.
     """
 
     def __init__(
@@ -33,12 +33,13 @@ class GrpcPort:
         *,
         max_calls: int | None = None,
         message_bytes: int = MESSAGE_BYTES,
+        flag: str = "--grpc-port",
     ) -> None:
         self.address = Address("", 0)
         self._add_servicer = add_servicer
         self._options, self._max_calls = options, max_calls or options.max_connections
         self._authorizer = None if keys is None else GrpcKeyAuthorizer(keys, rights or {})
-        self._message_bytes = message_bytes
+        self._message_bytes, self._flag = message_bytes, flag
         self._server: grpc.aio.Server | None = None
 
     async def start(self, where: Address, *, reuse_port: bool = False) -> None:
@@ -51,7 +52,7 @@ class GrpcPort:
         server = guarded_server(self._max_calls, self._authorizer, options, message_bytes=self._message_bytes)
         self._add_servicer(server)
         tls = self._options.tls if self._options.tls.cert else None
-        self.address = listen(server, where, tls, mutual=self._options.tls_mutual, flag="--grpc-port")
+        self.address = listen(server, where, tls, mutual=self._options.tls_mutual, flag=self._flag)
         await server.start()
         self._server = server
         _log.info("grpc.listening", address=str(self.address))

@@ -42,9 +42,10 @@ async def test_requests_reach_the_endpoint_picked(tmp_path: Path):
         for served, picked in answers:
             assert served == picked.split(",")[0]
         assert {served for served, _ in answers} == set(names)
-        await until(lambda: server.service.num_requests == 0)
-        for text in texts[:20]:
+        for text in texts[1:20:4]:
+            await until(lambda: server.service.num_requests == 0)
             served = (await ask(text))[0]
+            await until(lambda: server.service.num_requests == 0)
             assert (await ask(text + "more"))[0] == served, "its prefix is there"
         forged = {"x-gateway-destination-endpoint": "127.0.0.1:1"}
         answer = await http.post("/v1/chat/completions", content=chat("hello"), headers=forged)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tanghulu.conductor.endpoint_picker.prompts import PromptReader, Unread, read_model
+from tanghulu.conductor.endpoint_picker.prompts import PromptReader, Unread, read_card
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing_service.api import Hasher, RouterApi
 from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery, RoutingService
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest, ModelUnsupported
 from tanghulu.hashing import BlockExtras
 from tanghulu.runtime.clock import ManualClock
@@ -20,8 +21,9 @@ from tanghulu.types import BlockHash
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 HASHER = Hasher(BlockHash(b"root"), 2, "xxh3_128")
 
@@ -34,13 +36,14 @@ def folder(tmp_path_factory) -> Path:
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(where / "tokenizer.json"))
+    (where / "config.json").write_text('{"vocab_size": 256}')
     (where / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return where
 
 
 def reader(folder: Path | None) -> PromptReader:
     service = RoutingService(RoutingPolicies("ttft-min", parse_weights("")), 2, 1)
-    model = None if folder is None else read_model(folder)
+    model = None if folder is None else ServedModel(read_card(folder, 2))
     return PromptReader(RouterApi(service, HASHER, ManualClock()), model, {"sql": "/sql"}.get)
 
 
@@ -49,7 +52,7 @@ async def read(prompts: PromptReader, path: str, caller=ANYBODY, **body: Any) ->
 
 
 def named(folder: Path, text: str, **extras: str) -> list[BlockHash]:
-    tokens = read_model(folder)._encode(text, False)
+    tokens = ServedModel(read_card(folder, 2))._encode(text, False)
     return HASHER.hashes(tokens, BlockExtras(**extras))
 
 
@@ -129,6 +132,8 @@ async def test_without_a_model_a_common_beginning_has_common_names():
     second = await read(prompts, "/v1/completions", prompt="once upon a time " * 4 + "there was")
     common = sum(a == b for a, b in zip(first.hashes, second.hashes, strict=False))
     assert common >= len(first.hashes) - 1 > 4
+    with pytest.raises(Unread):
+        await read(prompts, "/v1/chat/completions", input="x")
     assert first.num_tokens == pytest.approx(len("once upon a time " * 4) / 4, abs=16)
 
 
@@ -141,9 +146,9 @@ async def test_what_cannot_be_read(folder: Path):
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}),
-        ("/v1/completions", {"prompt": []}),
         ("/v1/completions", {"prompt": [[1, -1]]}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}),
+        ("/v1/messages", {"messages": [{"role": "user"}]}),
+        ("/v1/messages", {"messages": "hello"}),
     ):
         with pytest.raises(Unread):
             await prompts.query(path, json.dumps(body).encode(), ANYBODY)
@@ -156,4 +161,4 @@ async def test_what_cannot_be_read(folder: Path):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
     with pytest.raises(ModelUnsupported):
-        read_model(tmp_path)
+        read_card(tmp_path, 2)
