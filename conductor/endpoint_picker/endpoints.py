@@ -7,7 +7,9 @@ follows servers that come and go. Each server is asked for its health, and now a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import structlog
@@ -49,83 +51,69 @@ class Endpoints:
         self,
         picker: EndpointPicker,
         addresses: Sequence[Address],
-        client: RelayClient,
-        *,
-        interval_s: float,
-        path: str,
+        health: tuple[str, float],
         follow: Callable[[str], asyncio.Task[None]] | None,
         on_change: Callable[[], None],
     ) -> None:
-        self._picker, self._addresses, self._client = picker, addresses, client
-        self._interval_s, self._path = interval_s, path
-        self._follow, self._on_change = follow, on_change
+        self._picker, self._follow, self._on_change = picker, follow, on_change
+        self._path, self._interval_s = health
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._found: dict[Address, list[str]] = {}
-        self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._rare_log = RareLog(_log)
+        self._found: dict[Address, list[str]] = {address: [] for address in addresses}
+        self._client, self._turns, self._rare_log = RelayClient(), asyncio.Semaphore(_AT_ONCE), RareLog(_log)
 
     async def run(self) -> None:
         """Follow the servers until cancelled."""
-        loop = asyncio.get_running_loop()
-        resolve_at_s = adapters_at_s = loop.time()
         try:
-            while True:
-                now_s = loop.time()
-                if now_s >= resolve_at_s:
+            for turn in itertools.count():
+                every_s = self._interval_s or RESOLVE_S
+                if turn % math.ceil(RESOLVE_S / every_s) == 0:
                     await self._resolve()
-                    resolve_at_s = now_s + RESOLVE_S
-                with_adapters = now_s >= adapters_at_s
-                if with_adapters:
-                    adapters_at_s = now_s + ADAPTERS_S
-                names = [worker.id for worker in self._picker.service.workers]
-                await asyncio.gather(*(self._check(name, with_adapters) for name in names))
-                await asyncio.sleep(self._interval_s or RESOLVE_S)
+                lists_models = turn % math.ceil(ADAPTERS_S / every_s) == 0
+                await asyncio.gather(*(self._check(w.id, lists_models) for w in self._picker.service.workers))
+                await asyncio.sleep(every_s)
         finally:
             await cancelled(*self._followers.values())
+            await self._client.close()
 
     async def _resolve(self) -> None:
-        networks = self._picker.service.networks
-        for address in self._addresses:
+        for address in self._found:
             try:
-                hosts = await networks.addresses_of(address.host)
-                self._found[address] = [str(Address(host, address.port)) for host in dict.fromkeys(hosts)]
+                hosts = await self._picker.service.networks.addresses_of(address.host)
+                self._found[address] = [str(Address(host, address.port)) for host in hosts]
             except TanghuluError as error:  # a name server's failure is no reason to forget the servers
                 self._rare_log.warning("epp.unresolved", address=str(address), error=error.message)
-        names = list(dict.fromkeys(name for found in self._found.values() for name in found))
+        names = dict.fromkeys(itertools.chain(*self._found.values()))
         self._picker.set_endpoints(names)
-        self._on_change()
-        for gone in self._followers.keys() - set(names):
+        for gone in self._followers.keys() - names.keys():
             await cancelled(self._followers.pop(gone))
-        for name in names:
-            if self._follow is not None and name not in self._followers:
-                self._followers[name] = self._follow(name)
+        if self._follow is not None:
+            self._followers |= {name: self._follow(name) for name in names if name not in self._followers}
+        self._on_change()
 
-    async def _check(self, name: str, with_adapters: bool) -> None:
+    async def _check(self, name: str, lists_models: bool) -> None:
         was_ready = name in self._picker.ready
         is_ready = not self._interval_s or await self._get(name, self._path) is not None
         if is_ready != was_ready:
             _log.info("epp.endpoint", endpoint=name, ready=is_ready)
         self._picker.set_ready(name, is_ready)
         self._on_change()
-        if is_ready and (with_adapters or not was_ready) and self._interval_s:
-            self._picker.set_adapters(name, dict(_adapters_in(await self._get(name, "/v1/models"))))
+        if self._interval_s and is_ready and (lists_models or not was_ready):
+            self._picker.set_adapters(name, _adapters_in(await self._get(name, "/v1/models")))
 
     async def _get(self, name: str, path: str) -> Any:
         """Return the JSON of a server's answer, {} if it is none; None unless it answers 200 in time."""
         try:
             async with self._turns:
                 answer = await self._client.exchange("GET", f"http://{name}{path}", b"", {}, DEADLINE_S)
+            return (answer.json() if answer.content else {}) if answer.status_code == 200 else None
         except UNREACHABLE:
             return None
-        try:
-            return answer.json() if answer.status_code == 200 else None
-        except ValueError:  # /health of most engines is empty
+        except ValueError:
             return {}
 
 
-def _adapters_in(models: Any) -> Iterator[tuple[str, str]]:
-    """Yield name and path of the LoRA adapters in a list of models: those with a parent."""
+def _adapters_in(models: Any) -> dict[str, str]:
+    """Return the paths of the LoRA adapters in a list of models, by name: those with a parent."""
     listed = models.get("data") if isinstance(models, dict) else None
-    for each in listed if isinstance(listed, list) else ():
-        if isinstance(each, dict) and each.get("parent") and isinstance(each.get("id"), str):
-            yield each["id"], str(each.get("root") or "")
+    entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    return {str(each.get("id")): str(each.get("root") or "") for each in entries if each.get("parent")}

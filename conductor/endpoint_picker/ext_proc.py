@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -24,11 +24,11 @@ from google.protobuf.json_format import MessageToDict
 from starlette.requests import ClientDisconnect
 
 from tanghulu.auth.api_keys import ApiKeysFile
-from tanghulu.auth.credentials import from_metadata
 from tanghulu.conductor.endpoint_picker.metrics import PickerMetrics
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker, Pick, listed, subset_of
 from tanghulu.conductor.endpoint_picker.prompts import PromptReader, Unread
-from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, RoutingQuery
+from tanghulu.conductor.routing_service.grpc_api import Context, caller_of
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import endpoint_picker_pb2 as pb
 from tanghulu.rpc import grpc_edge
@@ -51,8 +51,6 @@ _PIECE_BYTES: Final = 62_000
 #: Beginning of Envoy's reason for answering in the place of an endpoint that refused or broke the connection.
 _NOT_REACHED: Final = "upstream_reset_before_response_started"
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
 
 class ExtProc:
     """Serves the streams of gateways. ``keys`` are those of the port, if callers need one.
@@ -72,8 +70,7 @@ class ExtProc:
         test_headers: bool = False,
     ) -> None:
         self.picker, self.prompts, self.bodies, self.clock, self.metrics = picker, prompts, bodies, clock, metrics
-        self.test_headers = test_headers
-        self._keys = keys
+        self.test_headers, self._keys = test_headers, keys
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service under Envoy's name."""
@@ -84,7 +81,7 @@ class ExtProc:
 
     async def _process(self, _: Any, context: Context) -> None:
         try:
-            exchange = _Exchange(self, context, self._caller(context))
+            exchange = _Exchange(self, context, caller_of(self._keys, context))
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
         try:
@@ -97,12 +94,6 @@ class ExtProc:
             await exchange.refuse(error)
         finally:
             exchange.close()
-
-    def _caller(self, context: Context) -> RoutingClient:
-        if self._keys is None:
-            return ANYBODY
-        shown = from_metadata(tuple(context.invocation_metadata() or ()))
-        return RoutingClient.of(self._keys.table.authenticate(shown.token))
 
 
 class _Exchange:
@@ -134,17 +125,14 @@ class _Exchange:
 
     async def refuse(self, error: TanghuluError) -> None:
         """Have the gateway answer with ``error``."""
-        status = status_of(error)
-        headers = _mutation({"content-type": "application/json", REASON: error.code.lower()})
-        if error.retryable:
-            headers.MergeFrom(_mutation({"retry-after": "1"}))
+        code, headers = error.code.lower(), {"retry-after": "1"} if error.retryable else {}
         refusal = pb.ImmediateResponse(
-            status=pb.HttpStatus(code=status),
-            headers=headers,
+            status=pb.HttpStatus(code=status_of(error)),
+            headers=_mutation({"content-type": "application/json", REASON: code, **headers}),
             body=json.dumps(body_of(error)).encode(),
-            details=error.code.lower(),
+            details=code,
         )
-        await self._context.write(pb.ProcessingResponse(immediate_response=refusal))
+        await self._write(None, immediate_response=refusal)
 
     def close(self) -> None:
         """Free the request's load."""
@@ -154,8 +142,7 @@ class _Exchange:
     # --- the request
 
     async def _full_duplex(self, headers: Mapping[str, str], choose: Callable[..., Any]) -> None:
-        length = headers.get("content-length", "0").encode()
-        scope = {"headers": [(b"content-length", length)]}
+        scope = {"headers": [(b"content-length", headers.get("content-length", "0").encode())]}
         trailers: list[pb.ProcessingRequest] = []
         async with self._service.bodies.reading(scope, partial(self._piece, trailers)) as body:
             data = bytes(body.view())
@@ -194,16 +181,13 @@ class _Exchange:
         self, headers: Mapping[str, str], first: pb.ProcessingRequest, body: bytes, is_whole: bool
     ) -> Pick:
         service = self._service
-        began_s = service.clock.now_s()
-        query, adapter = await self._query(headers, body, is_whole)
-        metadata = {name: MessageToDict(each) for name, each in first.metadata_context.filter_metadata.items()}
-        subset = subset_of(metadata)
-        if service.test_headers and TEST_PICK in headers:
-            wanted = listed(headers[TEST_PICK])
-            known = {each for each in wanted if service.picker.knows(each)}
-            subset = known or subset
-        self._pick = service.picker.pick(query, service.clock.now_s(), subset, adapter, self._caller)
-        service.metrics.picked(service.clock.now_s() - began_s)
+        with service.metrics.pick_seconds.time():
+            query, adapter = await self._query(headers, body, is_whole)
+            metadata = {name: MessageToDict(each) for name, each in first.metadata_context.filter_metadata.items()}
+            subset = subset_of(metadata)
+            if service.test_headers and TEST_PICK in headers:
+                subset = set(filter(service.picker.knows, listed(headers[TEST_PICK]))) or subset
+            self._pick = service.picker.pick(query, service.clock.now_s(), subset, adapter, self._caller)
         return self._pick
 
     async def _query(self, headers: Mapping[str, str], body: bytes, is_whole: bool) -> tuple[RoutingQuery, str]:
@@ -220,16 +204,15 @@ class _Exchange:
     async def _response(self) -> None:
         """Answer the rest until the response ends."""
         async for message in self._messages():
-            match message.WhichOneof("request"):
+            match kind := message.WhichOneof("request"):
                 case "response_headers":
                     await self._response_headers(message)
                 case "response_body":
                     await self._response_body(message.response_body)
-                case "response_trailers":
-                    self.close()
-                    await self._write(None, response_trailers=pb.TrailersResponse())
-                case "request_trailers":
-                    await self._write(None, request_trailers=pb.TrailersResponse())
+                case "response_trailers" | "request_trailers":
+                    if kind == "response_trailers":
+                        self.close()
+                    await self._write(None, **{kind: pb.TrailersResponse()})
                 case "request_body" if self._modes.request_body_mode in (pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL):
                     # In full duplex all of it was sent; an empty end may follow.
                     await self._write(None, request_body=_body())
@@ -238,7 +221,8 @@ class _Exchange:
         service, (served, reached) = self._service, _served(message)
         if self._pick is not None:
             service.picker.served(self._pick, served, service.clock.now_s(), reached=reached)
-            service.metrics.served(self._pick.endpoints[0], served)
+            if served != self._pick.endpoints[0]:
+                (service.metrics.moved if served else service.metrics.unreported).inc()
         reply = pb.HeadersResponse()
         if service.test_headers and served:
             reply.response.header_mutation.CopyFrom(_mutation({TEST_SERVED: served}))

@@ -25,9 +25,8 @@ from tanghulu.conductor.engines.events import EventSource, VllmFollower
 from tanghulu.conductor.engines.model import BLOCK_HASH
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
-from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing_service.api import Hasher, RouterApi
-from tanghulu.conductor.routing_service.main import RoutingOptions
+from tanghulu.conductor.routing_service.main import ASSUME_HELP, RoutingOptions
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import root_hash
@@ -55,28 +54,15 @@ class EndpointPickerConfig(RoutingOptions, HttpOptions, ProcessConfig):
     endpoints: str = option("", "servers behind the gateway, host:port,…; a name stands for all of its addresses")
     port: int = option(9002, "port of Envoy's ext_proc; 0 picks one")
     health_port: int = option(9003, "port of gRPC's health checks, without TLS and keys; 0 picks one")
-    model: Path | None = option(
-        None, "folder with the tokenizer of the served model; default: prompts are compared as text"
-    )
+    model: Path | None = option(None, "folder with the model's tokenizer; default: prompts are compared as text")
     block_tokens: int = option(16, "routing: tokens per block", least=1)
-    assume_cached_s: float = option(
-        300.0,
-        "routing: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
-        "relies on KV events alone",
-        least=0,
-    )
-    event_ports: str = option(
-        "", "ports of vLLM's KV events at each server, 5557 or with that of their replay 5557,5558"
-    )
+    assume_cached_s: float = option(300.0, ASSUME_HELP, least=0)
+    event_ports: str = option("", "port of vLLM's KV events at each server, 5557, or with that of replay 5557,5558")
     health_path: str = option("/health", "path at a server that answers 200 while it is healthy")
     health_interval_s: float = option(1.0, "seconds between health checks of a server; 0 disables them", least=0)
-    max_requests_per_worker: int = option(
-        0, "requests in progress at a server beyond which others are refused with 429; 0 disables the limit", least=0
-    )
+    max_requests_per_worker: int = option(0, "requests at a server before 429; 0 disables the limit", least=0)
     max_body_size: int = option(DEFAULT_BODY_BYTES, "largest request body", size=True, least=1)
-    conformance_headers: bool = option(
-        False, "let clients select endpoints by test-epp-endpoint-selection, and report the one that served"
-    )
+    conformance_headers: bool = option(False, "let the headers of conformance tests select and report endpoints")
     grace_s: float = option(10.0, "seconds for which running requests may continue at shutdown", least=0)
 
     def __post_init__(self) -> None:
@@ -134,16 +120,10 @@ class EndpointPickerServer:
     async def running(self) -> AsyncIterator[EndpointPickerServer]:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config = self.config
-        client = RelayClient()
-        endpoints = Endpoints(
-            self.picker,
-            parse_endpoints(config.endpoints),
-            client,
-            interval_s=config.health_interval_s,
-            path=config.health_path,
-            follow=self._follow if config.event_ports else None,
-            on_change=lambda: self.health.set(bool(self.picker.ready)),
-        )
+        health = config.health_path, config.health_interval_s
+        follow = self._follow if config.event_ports else None
+        addresses = parse_endpoints(config.endpoints)
+        endpoints = Endpoints(self.picker, addresses, health, follow, lambda: self.health.set(bool(self.picker.ready)))
         try:
             await self._port.start(Address(config.host, config.port))
             await self._health_port.start(Address(config.host, config.health_port))
@@ -154,7 +134,6 @@ class EndpointPickerServer:
             self.health.set(False)
             await self._port.stop(config.grace_s)
             await self._health_port.stop(0)
-            await client.close()
 
     async def _follow_keys(self) -> None:
         while self._keys is not None:

@@ -14,34 +14,15 @@ class PickerMetrics:
     """Counters of picks and refusals; gauges of endpoints and of requests in progress."""
 
     def __init__(self, registry: CollectorRegistry, num_ready: Callable[[], int], num_requests: Callable[[], int]):
-        self.registry = registry
-
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)
 
-        self._seconds = Histogram(
-            _PREFIX + "pick_seconds",
-            "Time from a request's body to its pick, by number of picks",
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        text = "Time from a request's body to its pick, by number of picks"
+        self.pick_seconds = Histogram(_PREFIX + "pick_seconds", text, buckets=_SECONDS, registry=registry)
         self.refused = counter("refused", "Requests answered with an error, by its code", "code")
         self.unread = counter("unread", "Requests routed by load, by the reason why their prompt is unknown", "reason")
-        self._moved = counter("moved", "Requests served by another endpoint than the first of their pick")
-        self._unreported = counter("unreported", "Responses without the endpoint that served them")
-        for name, text, value in (
-            ("endpoints_ready", "Endpoints that pass their health checks", num_ready),
-            ("requests_in_progress", "Requests picked and not ended", num_requests),
-        ):
-            Gauge(_PREFIX + name, text, registry=registry).set_function(value)
-
-    def picked(self, seconds: float) -> None:
-        """Count a pick."""
-        self._seconds.observe(seconds)
-
-    def served(self, first: str, served: str) -> None:
-        """Count a response by the endpoint that ``served`` it; "" if the gateway reported none."""
-        if not served:
-            self._unreported.inc()
-        elif served != first:
-            self._moved.inc()
+        self.moved = counter("moved", "Requests served by another endpoint than the first of their pick")
+        self.unreported = counter("unreported", "Responses without the endpoint that served them")
+        ready, running = "Endpoints that pass their health checks", "Requests picked and not ended"
+        Gauge(_PREFIX + "endpoints_ready", ready, registry=registry).set_function(num_ready)
+        Gauge(_PREFIX + "requests_in_progress", running, registry=registry).set_function(num_requests)

@@ -34,6 +34,11 @@ from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
 from tanghulu.web.server import HttpServer, Server
 
+#: Help of --assume-cached-s, whose default depends on the command.
+ASSUME_HELP = (
+    "routing: seconds for which the blocks of a prompt are assumed cached at its worker; 0 relies on KV events"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions(SecretOptions):
@@ -43,15 +48,8 @@ class RoutingOptions(SecretOptions):
     policy_weights: str = option("", "routing: weights of the policies, such as alpha=0.7,temperature=0.2")
     block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "routing: tokens per block", least=1)
     block_bytes: int = option(2 << 20, "routing: bytes of KV per block", size=True, least=1)
-    assume_cached_s: float = option(
-        0.0,
-        "routing: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
-        "relies on KV events alone",
-        least=0,
-    )
-    assume_cached_blocks: int = option(
-        DEFAULT_MAX_BLOCKS, "routing: limit on blocks assumed cached at one worker", least=1
-    )
+    assume_cached_s: float = option(0.0, ASSUME_HELP, least=0)
+    assume_cached_blocks: int = option(DEFAULT_MAX_BLOCKS, "routing: limit on assumed blocks of one worker", least=1)
     worker_networks: str = option(PRIVATE, "routing: networks that workers' addresses may be in: 10.1.0.0/16,…")
 
     def check_routing(self) -> None:

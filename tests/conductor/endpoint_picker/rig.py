@@ -83,7 +83,9 @@ async def picker(*engines: Engine, num_ready: int | None = None, **options: Any)
     addresses = options.pop("endpoints", ",".join(each.address for each in engines))
     settings = {"port": 0, "health_port": 0, "grace_s": 0.0, "health_interval_s": 0.01, "block_tokens": 4} | options
     config = EndpointPickerConfig(endpoints=addresses, **settings)
-    async with EndpointPickerServer(config, CollectorRegistry()).running() as server:
+    registry = CollectorRegistry()
+    async with EndpointPickerServer(config, registry).running() as server:
+        server.registry = registry  # type: ignore[attr-defined]
         await until(lambda: len(server.picker.ready) == num_ready)
         yield server
         server.picker.check()

@@ -80,8 +80,9 @@ async def test_nobody_reached_is_the_gateways_503(tmp_path: Path):
         await until(lambda: server.service.num_requests == 0)
 
 
-#: Body mode of requests -> status of a POST, and of a GET, while the picker is down and the gateway may go on.
-MODES = {"NONE": (200, 200), "BUFFERED": (200, 200), "STREAMED": (200, 200), "FULL_DUPLEX_STREAMED": (500, 200)}
+#: Body mode of requests -> statuses of a POST while the picker is down and the gateway may go on. In full duplex Envoy
+#: goes on if it knows of the failure before the first piece of the body.
+MODES = {"NONE": {200}, "BUFFERED": {200}, "STREAMED": {200}, "FULL_DUPLEX_STREAMED": {200, 500}}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -108,7 +109,8 @@ async def test_in_every_mode_the_pick_is_followed_and_a_picker_may_die(tmp_path:
             await until(lambda: server.service.num_requests == 0)
         posted = await http.post("/v1/chat/completions", content=chat("hello"))
         got = await http.get("/v1/models")
-        assert (posted.status_code, got.status_code) == MODES[mode]
+        assert posted.status_code in MODES[mode]
+        assert got.status_code == 200
 
 
 async def test_a_client_that_leaves_frees_its_load(tmp_path: Path):

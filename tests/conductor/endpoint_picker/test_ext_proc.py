@@ -28,7 +28,7 @@ class Scene:
         return self.server.service.num_requests
 
     def counted(self, name: str) -> float:
-        (family,) = [each for each in self.server.metrics.registry.collect() if each.name == f"tanghulu_epp_{name}"]
+        (family,) = [each for each in self.server.registry.collect() if each.name == f"tanghulu_epp_{name}"]
         return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
 
 

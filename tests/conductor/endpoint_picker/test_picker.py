@@ -148,7 +148,7 @@ def test_bad_options_name_themselves(options: dict[str, Any], text: str):
 
 
 async def test_a_names_addresses_come_and_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(endpoints_module, "RESOLVE_S", 0.0)
+    monkeypatch.setattr(endpoints_module, "RESOLVE_S", 0.01)
     found = ["127.0.0.1"]
 
     async def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
