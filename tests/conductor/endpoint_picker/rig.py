@@ -6,18 +6,26 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
 from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tanghulu.conductor.endpoint_picker.ext_proc import PICKED, SERVED, SERVICE
 from tanghulu.conductor.endpoint_picker.main import EndpointPickerConfig, EndpointPickerServer
 from tanghulu.protos import endpoint_picker_pb2 as pb
 from tanghulu.web.server import HttpServer, address_of, listen
 
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 DUPLEX = pb.ProtocolConfiguration(request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=pb.FULL_DUPLEX_STREAMED)
 
 
@@ -95,6 +103,17 @@ async def until(condition) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
             await asyncio.sleep(0.001)
+
+
+def model_folder(where: Path) -> Path:
+    """A model's folder whose tokens are bytes."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(where / "tokenizer.json"))
+    (where / "config.json").write_text('{"vocab_size": 256}')
+    (where / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return where
 
 
 def chat(*texts: str, **fields: Any) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -15,10 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tanghulu.conductor.endpoint_picker import endpoints as endpoints_module
 from tanghulu.conductor.endpoint_picker.main import EndpointPickerConfig
 from tanghulu.conductor.endpoint_picker.picker import REST_S, EndpointPicker, Pick, subset_of
+from tanghulu.conductor.endpoint_picker.prompts import read_card
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
-from tests.conductor.endpoint_picker.rig import Stream, chat, engine, picker, until
+from tanghulu.types import InstanceId, Role
+from tests.conductor.endpoint_picker.rig import Stream, chat, engine, model_folder, picker, until
 from tests.conductor.key_files import SECRETS, write_keys
 from tests.tls_files import Authority
 
@@ -191,3 +195,35 @@ async def test_its_port_may_be_encrypted(tmp_path: Path):
             assert await Stream(server, channel).whole(chat("hello")) == [made.address]
         async with grpc.aio.insecure_channel(str(server.health_address)) as channel:
             assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x01"
+
+
+async def test_events_say_what_a_cache_holds(tmp_path: Path):
+    zmq = pytest.importorskip("zmq", reason="extra: pip install pyzmq")
+    model = model_folder(tmp_path)
+    tokens = ServedModel(read_card(model, 4))._encode("<user>a prompt of some length<assistant>", False).tolist()
+    hashes = [number.to_bytes(8, "big") for number in range(len(tokens) // 4)]
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": None,
+        "token_ids": tokens[: 4 * len(hashes)],
+        "block_size": 4,
+        "medium": "GPU",
+    }
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        options = {"model": model, "event_ports": str(port), "assume_cached_s": 0.0}
+        async with engine() as made, picker(made, **options) as server:
+            await asyncio.to_thread(publisher.recv)  # the picker has subscribed
+            publisher.send_multipart([b"", bytes(8), msgspec.msgpack.encode([0.0, [stored], 0])])
+            await until(lambda: server.service.index.num_blocks_of(made.address) == len(hashes))
+            async with grpc.aio.insecure_channel(str(server.address)) as channel:
+                stream = Stream(server, channel)
+                await stream.picked(chat("a prompt of some length"))
+                (load,) = [worker.load for worker in server.service.workers]
+                assert load.view(InstanceId(made.address), Role.BOTH, 0).queue_tokens < 4, "the rest is cached"
+                await stream.end()
+            publisher.send_multipart(
+                [b"", (1).to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [["AllBlocksCleared"]], 0])]
+            )
+            await until(lambda: server.service.index.num_blocks_of(made.address) == 0)

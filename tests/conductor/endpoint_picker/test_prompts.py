@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tanghulu.conductor.endpoint_picker.prompts import PromptReader, Unread, read_card
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
@@ -18,27 +17,14 @@ from tanghulu.errors import InvalidRequest, ModelUnsupported
 from tanghulu.hashing import BlockExtras
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import BlockHash
+from tests.conductor.endpoint_picker.rig import model_folder
 
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
-    "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 HASHER = Hasher(BlockHash(b"root"), 2, "xxh3_128")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model's folder whose tokens are bytes."""
-    where = tmp_path_factory.mktemp("model")
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(letters))}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(where / "tokenizer.json"))
-    (where / "config.json").write_text('{"vocab_size": 256}')
-    (where / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return where
+    return model_folder(tmp_path_factory.mktemp("model"))
 
 
 def reader(folder: Path | None) -> PromptReader:
