@@ -13,7 +13,7 @@ freed when the response or the stream ends, whichever is first: a cancelled stre
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -103,7 +103,6 @@ class _Exchange:
         self._service, self._context, self._caller = service, context, caller
         self._pick: Pick | None = None
         self._modes = pb.ProtocolConfiguration()
-        self._next: pb.ProcessingRequest | None = None
 
     async def run(self) -> None:
         """Answer all messages. Raises ClientDisconnect at the stream's end, and TanghuluError to refuse the request."""
@@ -165,17 +164,15 @@ class _Exchange:
             case "request_trailers":
                 trailers.append(message)
                 return {"type": "http.request", "body": b"", "more_body": False}
-        self._next = message  # the gateway answers by itself
-        return {"type": "http.disconnect"}
+        return {"type": "http.disconnect"}  # the gateway answers by itself, and goes on without the picker
 
     async def _buffered(self, choose: Callable[..., Any]) -> None:
         message = await self._read()
-        if message.WhichOneof("request") == "request_body":
-            part = message.request_body
-            with self._service.bodies.holding(len(part.body)):
-                await self._write(await choose(part.body, part.end_of_stream), request_body=_body())
-        else:
-            self._next = message
+        if message.WhichOneof("request") != "request_body":
+            raise ClientDisconnect  # as above
+        part = message.request_body
+        with self._service.bodies.holding(len(part.body)):
+            await self._write(await choose(part.body, part.end_of_stream), request_body=_body())
 
     async def _choose(
         self, headers: Mapping[str, str], first: pb.ProcessingRequest, body: bytes, is_whole: bool
@@ -203,7 +200,8 @@ class _Exchange:
 
     async def _response(self) -> None:
         """Answer the rest until the response ends."""
-        async for message in self._messages():
+        while True:
+            message = await self._read()
             match kind := message.WhichOneof("request"):
                 case "response_headers":
                     await self._response_headers(message)
@@ -243,17 +241,11 @@ class _Exchange:
     # --- messages
 
     async def _read(self) -> pb.ProcessingRequest:
-        message, self._next = self._next, None
-        if message is None:
-            message = await self._context.read()
+        message = await self._context.read()
         if message is grpc.aio.EOF:
             raise ClientDisconnect
         assert isinstance(message, pb.ProcessingRequest)
         return message
-
-    async def _messages(self) -> AsyncIterator[pb.ProcessingRequest]:
-        while True:
-            yield await self._read()
 
     async def _write(self, pick: Pick | None, **answer: Any) -> None:
         """Send an answer, with the pick if it is the one that carries it."""

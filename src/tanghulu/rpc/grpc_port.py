@@ -16,6 +16,8 @@ from tanghulu.types import Address
 _log = structlog.get_logger(__name__)
 #: Connections beyond it are closed, to leave descriptors for other ports.
 _MOST_CONNECTIONS: Final = "grpc.max_allowed_incoming_connections"
+#: Interval of pings to a client with calls in progress; one whose host died is silent.
+_PING_MS: Final = 10_000
 
 
 class GrpcPort:
@@ -48,6 +50,8 @@ class GrpcPort:
             "grpc.max_receive_message_length": self._message_bytes,
             "grpc.so_reuseport": int(reuse_port),
             _MOST_CONNECTIONS: self._options.max_connections,
+            "grpc.keepalive_time_ms": _PING_MS,
+            "grpc.keepalive_timeout_ms": 2 * _PING_MS,
         }
         server = guarded_server(self._max_calls, self._authorizer, options, message_bytes=self._message_bytes)
         self._add_servicer(server)

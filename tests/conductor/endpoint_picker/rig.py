@@ -85,7 +85,9 @@ async def engine(port: int = 0) -> AsyncIterator[Engine]:
 
 
 @contextlib.asynccontextmanager
-async def picker(*engines: Engine, num_ready: int | None = None, **options: Any) -> AsyncIterator[EndpointPickerServer]:
+async def picker(
+    *engines: Engine, num_ready: int | None = None, within_s: float = 60, **options: Any
+) -> AsyncIterator[EndpointPickerServer]:
     """A picker for ``engines``, of which all healthy ones are known to be so."""
     num_ready = sum(each.is_healthy for each in engines) if num_ready is None else num_ready
     addresses = options.pop("endpoints", ",".join(each.address for each in engines))
@@ -94,13 +96,13 @@ async def picker(*engines: Engine, num_ready: int | None = None, **options: Any)
     registry = CollectorRegistry()
     async with EndpointPickerServer(config, registry).running() as server:
         server.registry = registry  # type: ignore[attr-defined]
-        await until(lambda: len(server.picker.ready) == num_ready)
+        await until(lambda: len(server.picker.ready) == num_ready, within_s)
         yield server
         server.picker.check()
 
 
-async def until(condition) -> None:
-    async with asyncio.timeout(60):
+async def until(condition, within_s: float = 60) -> None:
+    async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
             await asyncio.sleep(0.001)
 

@@ -10,6 +10,7 @@ import pytest
 
 from tanghulu.conductor.endpoint_picker.ext_proc import SERVICE, TEST_PICK, TEST_SERVED
 from tanghulu.protos import endpoint_picker_pb2 as pb
+from tanghulu.web.bodies import Bodies
 from tests.conductor.endpoint_picker.rig import Engine, Stream, chat, endpoints_in, engine, picker, refusal, until
 
 LONG = "You are a careful assistant. " * 8
@@ -140,6 +141,45 @@ async def test_the_body_comes_back_in_small_pieces_and_is_bounded():
         stream = scene.stream()
         await stream.begin(content_length="200001")
         assert refusal(await stream.read())[0] == 413
+
+
+async def test_a_body_that_stalls_is_refused(scene: Scene):
+    scene.server._ext_proc.bodies = Bodies(1 << 20, 1 << 20, stall_s=0.05)
+    stream = scene.stream()
+    await stream.begin()
+    await stream.body(b'{"mess', ends=False)
+    assert refusal(await stream.read())[0] == 408
+    assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_bodies_have_a_bound_together(scene: Scene):
+    scene.server._ext_proc.bodies = Bodies(1000, 1500)
+    first = scene.stream()
+    await first.begin()
+    await first.body(b"x" * 1000, ends=False)
+    await until(lambda: scene.server._ext_proc.bodies.room.num_bytes == 1000)
+    for mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED):
+        stream = scene.stream()
+        await stream.begin(modes=pb.ProtocolConfiguration(request_body_mode=mode))
+        if mode == pb.BUFFERED:
+            await stream.read()
+        await stream.body(b"x" * 1000)
+        assert refusal(await stream.read())[0] == 503
+    first.call.cancel()
+    await until(lambda: scene.server._ext_proc.bodies.room.num_bytes == 0)
+
+
+async def test_a_stream_that_begins_in_the_middle_ends(scene: Scene):
+    stream = scene.stream()
+    await stream.send(response_headers=pb.HttpHeaders())
+    assert await stream.call.code() is grpc.StatusCode.OK
+    for mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED):  # the gateway answers by itself before the body has come
+        stream = scene.stream()
+        await stream.begin(modes=pb.ProtocolConfiguration(request_body_mode=mode))
+        if mode == pb.BUFFERED:
+            await stream.read()
+        await stream.send(response_headers=pb.HttpHeaders())
+        assert await stream.call.read() is grpc.aio.EOF
 
 
 async def test_trailers_end_a_body(scene: Scene):
