@@ -13,7 +13,7 @@ freed when the response or the stream ends, whichever is first: a cancelled stre
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -147,10 +147,8 @@ class _Exchange:
             data = bytes(body.view())
             body.clear()
             await self._write(await choose(data, True), request_headers=pb.HeadersResponse())
-            for start in range(0, max(len(data), 1), _PIECE_BYTES):
-                is_last = start + _PIECE_BYTES >= len(data) and not trailers
-                piece = pb.StreamedBodyResponse(body=data[start : start + _PIECE_BYTES], end_of_stream=is_last)
-                await self._write(None, request_body=_body(piece))
+            for piece in _streamed(data, not trailers):
+                await self._write(None, request_body=piece)
         if trailers:
             await self._write(None, request_trailers=pb.TrailersResponse())
 
@@ -172,7 +170,7 @@ class _Exchange:
             raise ClientDisconnect  # as above
         part = message.request_body
         with self._service.bodies.holding(len(part.body)):
-            await self._write(await choose(part.body, part.end_of_stream), request_body=_body())
+            await self._write(await choose(part.body, part.end_of_stream), request_body=pb.BodyResponse())
 
     async def _choose(
         self, headers: Mapping[str, str], first: pb.ProcessingRequest, body: bytes, is_whole: bool
@@ -213,7 +211,7 @@ class _Exchange:
                     await self._write(None, **{kind: pb.TrailersResponse()})
                 case "request_body" if self._modes.request_body_mode in (pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL):
                     # In full duplex all of it was sent; an empty end may follow.
-                    await self._write(None, request_body=_body())
+                    await self._write(None, request_body=pb.BodyResponse())
 
     async def _response_headers(self, message: pb.ProcessingRequest) -> None:
         service, (served, reached) = self._service, _served(message)
@@ -233,10 +231,9 @@ class _Exchange:
             self._service.picker.first_token(self._pick, self._service.clock.now_s())
         if part.end_of_stream:
             self.close()
-        echo = None
-        if self._modes.response_body_mode == pb.FULL_DUPLEX_STREAMED:
-            echo = pb.StreamedBodyResponse(body=part.body, end_of_stream=part.end_of_stream)
-        await self._write(None, response_body=_body(echo))
+        is_echoed = self._modes.response_body_mode == pb.FULL_DUPLEX_STREAMED
+        for piece in _streamed(part.body, part.end_of_stream) if is_echoed else (pb.BodyResponse(),):
+            await self._write(None, response_body=piece)
 
     # --- messages
 
@@ -274,10 +271,12 @@ def _mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
     return pb.HeaderMutation(set_headers=options)
 
 
-def _body(piece: pb.StreamedBodyResponse | None = None) -> pb.BodyResponse:
-    if piece is None:
-        return pb.BodyResponse()
-    return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
+def _streamed(data: bytes, ends: bool) -> Iterator[pb.BodyResponse]:
+    """Yield ``data`` in pieces as a body of full duplex; ``ends`` tells whether it is the last of the body."""
+    for start in range(0, max(len(data), 1), _PIECE_BYTES):
+        is_last = ends and start + _PIECE_BYTES >= len(data)
+        piece = pb.StreamedBodyResponse(body=data[start : start + _PIECE_BYTES], end_of_stream=is_last)
+        yield pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
 
 
 def _served(message: pb.ProcessingRequest) -> tuple[str, bool]:

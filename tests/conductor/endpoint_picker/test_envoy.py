@@ -51,6 +51,8 @@ async def test_requests_reach_the_endpoint_picked(tmp_path: Path):
         answer = await http.post("/v1/chat/completions", content=chat("hello"), headers=forged)
         assert answer.headers["x-picked"].split(",")[0] == answer.headers["x-endpoint"]
         assert (await http.get("/v1/models")).status_code == 200
+        served, picked = await ask("a long one " * 300_000)
+        assert picked.split(",")[0] == served
         assert (await http.post("/v1/chat/completions", content=b"{")).status_code == 400
 
 
@@ -95,7 +97,7 @@ async def test_in_every_mode_the_pick_is_followed_and_a_picker_may_die(tmp_path:
             processing |= {"response_body_mode": "STREAMED"}
             processing |= {"request_trailer_mode": "SKIP", "response_trailer_mode": "SKIP"}
         async with picker(*engines) as server:
-            options = {"processing_mode": processing, "failure_mode_allow": True}
+            options = {"processing_mode": processing, "failure_mode_allow": True, "message_timeout": "60s"}
             http = await stack.enter_async_context(gateway(tmp_path, str(server.address), names, **options))
             first = ""
             for turn in range(6):
