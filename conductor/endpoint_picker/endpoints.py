@@ -15,11 +15,14 @@ from typing import Any, Final
 import structlog
 
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
+from tanghulu.conductor.engines.events import EventSource
+from tanghulu.conductor.engines.servers import EngineServer
+from tanghulu.conductor.engines.vllm import reached
 from tanghulu.conductor.pool_router.relaying import UNREACHABLE, RelayClient
 from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.runtime.telemetry import RareLog
-from tanghulu.types import Address
+from tanghulu.types import Address, InstanceId
 
 _log = structlog.get_logger(__name__)
 RESOLVE_S: Final = 5.0
@@ -44,7 +47,7 @@ class Endpoints:
     """Keeps ``picker`` up to date about the servers at ``addresses``.
 
     They are checked every ``interval_s`` (0: all are healthy) by GET ``path``. ``follow`` starts following the KV
-    events of one of them, if these are published. ``on_change`` is called after each check.
+    events of one of them; None leaves them out. ``on_change`` is called after each check.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Endpoints:
         picker: EndpointPicker,
         addresses: Sequence[Address],
         health: tuple[str, float],
-        follow: Callable[[str], asyncio.Task[None]] | None,
+        follow: Callable[[EventSource], asyncio.Task[None]] | None,
         on_change: Callable[[], None],
     ) -> None:
         self._picker, self._follow, self._on_change = picker, follow, on_change
@@ -86,8 +89,6 @@ class Endpoints:
         self._picker.set_endpoints(names)
         for gone in self._followers.keys() - names.keys():
             await cancelled(self._followers.pop(gone))
-        if self._follow is not None:
-            self._followers |= {name: self._follow(name) for name in names if name not in self._followers}
         self._on_change()
 
     async def _check(self, name: str, lists_models: bool) -> None:
@@ -99,6 +100,12 @@ class Endpoints:
         self._on_change()
         if self._interval_s and is_ready and (lists_models or not was_ready):
             self._picker.set_adapters(name, _adapters_in(await self._get(name, "/v1/models")))
+        if is_ready and self._follow is not None and name not in self._followers:
+            source = _source_in(await self._get(name, "/kv_event_sources"), name)
+            if source is not None:
+                self._followers[name] = self._follow(source)
+            else:
+                self._rare_log.warning("epp.no_kv_events", endpoint=name, path="/kv_event_sources")
 
     async def _get(self, name: str, path: str) -> Any:
         """Return the JSON of a server's answer, {} if it is none; None unless it answers 200 in time."""
@@ -117,3 +124,13 @@ def _adapters_in(models: Any) -> dict[str, str]:
     listed = models.get("data") if isinstance(models, dict) else None
     entries = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
     return {str(each.get("id")): str(each.get("root") or "") for each in entries if each.get("parent")}
+
+
+def _source_in(ranks: Any, name: str) -> EventSource | None:
+    """Return the source in a vLLM server's list; None without exactly one, since ranks have caches of their own."""
+    (rank,) = ranks.values() if isinstance(ranks, dict) and len(ranks) == 1 else (None,)
+    if not isinstance(rank, dict) or not isinstance(rank.get("endpoint"), str):
+        return None
+    server = EngineServer("vllm", f"http://{name}", address=Address.parse(name))
+    events, replay = (reached(str(rank.get(each) or ""), server) for each in ("endpoint", "replay_endpoint"))
+    return EventSource(InstanceId(name), events, replay)

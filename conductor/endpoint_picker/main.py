@@ -36,7 +36,7 @@ from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.types import Address, Fingerprint, InstanceId, Role
+from tanghulu.types import Address, Fingerprint, Role
 from tanghulu.web.bodies import Bodies
 
 #: Bytes of bodies held at one time.
@@ -57,7 +57,7 @@ class EndpointPickerConfig(RoutingOptions, HttpOptions, ProcessConfig):
     model: Path | None = option(None, "folder with the model's tokenizer; default: prompts are compared as text")
     block_tokens: int = option(16, "routing: tokens per block", least=1)
     assume_cached_s: float = option(300.0, ASSUME_HELP, least=0)
-    event_ports: str = option("", "port of vLLM's KV events at each server, 5557, or with that of replay 5557,5558")
+    kv_events: bool = option(False, "follow the KV events that vLLM's servers list at /kv_event_sources")
     health_path: str = option("/health", "path at a server that answers 200 while it is healthy")
     health_interval_s: float = option(1.0, "seconds between health checks of a server; 0 disables them", least=0)
     max_requests_per_worker: int = option(0, "requests at a server before 429; 0 disables the limit", least=0)
@@ -68,18 +68,10 @@ class EndpointPickerConfig(RoutingOptions, HttpOptions, ProcessConfig):
     def __post_init__(self) -> None:
         self.check_routing()
         parse_endpoints(self.endpoints)
-        self.ports_of_events()
         if not self.health_path.startswith("/"):
             raise ConfigError(f"--health-path {self.health_path!r} must begin with a slash")
-
-    def ports_of_events(self) -> tuple[int, ...]:
-        """Return the ports of events and of their replay; () without. Raises ConfigError."""
-        parts = [part.strip() for part in self.event_ports.split(",") if part.strip()]
-        if len(parts) > 2 or not all(part.isdecimal() and 0 < int(part) < 1 << 16 for part in parts):
-            raise ConfigError(f"--event-ports {self.event_ports!r} is not of the form 5557 or 5557,5558")
-        if parts and self.model is None:
-            raise ConfigError("--event-ports needs --model FOLDER: events have the tokens of blocks")
-        return tuple(map(int, parts))
+        if self.kv_events and self.model is None:
+            raise ConfigError("--kv-events needs --model FOLDER: events have the tokens of blocks")
 
 
 class EndpointPickerServer:
@@ -121,7 +113,7 @@ class EndpointPickerServer:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
         config = self.config
         health = config.health_path, config.health_interval_s
-        follow = self._follow if config.event_ports else None
+        follow = self._follow if config.kv_events else None
         addresses = parse_endpoints(config.endpoints)
         endpoints = Endpoints(self.picker, addresses, health, follow, lambda: self.health.set(bool(self.picker.ready)))
         try:
@@ -140,18 +132,12 @@ class EndpointPickerServer:
             await asyncio.sleep(REFRESH_S)
             await asyncio.to_thread(self._keys.refresh)
 
-    def _follow(self, endpoint: str) -> asyncio.Task[None]:
+    def _follow(self, source: EventSource) -> asyncio.Task[None]:
         """Follow the KV events of an endpoint; its blocks are named by their tokens."""
-        host, worker = endpoint.rpartition(":")[0], InstanceId(endpoint)
-        events, replay = (*(f"tcp://{host}:{port}" for port in self.config.ports_of_events()), "")[:2]
         card, key = self._card, self._naming_key
         assert card is not None
-        follower = VllmFollower(
-            EventSource(worker, events, replay),
-            self.service.applier(worker),
-            lambda: NamingDecoder(BlockNames(card, 0, key)),
-        )
-        return asyncio.create_task(follower.run())
+        apply = self.service.applier(source.worker)
+        return asyncio.create_task(VllmFollower(source, apply, lambda: NamingDecoder(BlockNames(card, 0, key))).run())
 
 
 async def serve(process: Process, config: EndpointPickerConfig) -> None:

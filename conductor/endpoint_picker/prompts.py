@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -35,6 +36,8 @@ from tanghulu.session.model_card import ModelCard
 _ANY_CONTEXT: Final = 1 << 31
 #: Fields that make a prompt, the first ones first in it.
 _PROMPT_FIELDS: Final = ("tools", "system", "messages", "prompt")
+#: A template that reads the parts of a content itself; vLLM joins the texts by line ends for others.
+_READS_PARTS: Final = re.compile(r"\bin\s+\w+(\.content\b|\[['\"]content['\"]\])")
 #: Parts of a content that are read by their types; others are marked.
 _READ: Final = ("text", "refusal", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _CHAT, _COMPLETION, _ANTHROPIC = PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
@@ -84,7 +87,8 @@ class PromptReader:
         try:
             if self._model is None:
                 return await made_ready(is_large, _as_text, given)
-            parsed = await made_ready(is_large, _parsed, api, given)
+            joint = "" if _READS_PARTS.search(self._model.card.chat_template) else "\n"
+            parsed = await made_ready(is_large, _parsed, api, given, joint)
             if is_large:
                 parsed.set_large()
             return (await tokenise(parsed, self._model, ParserNames(), salt))[0]
@@ -108,15 +112,19 @@ def _as_text(given: Mapping[str, Any]) -> Tokens:
     return as_tokens(data[: len(data) // TOKEN_BYTES * TOKEN_BYTES])
 
 
-def _parsed(api: str, given: Mapping[str, Any]) -> TokenizeBody:
-    """Return the prompt as a body of /tokenize. Raises ValidationError, BadField, TypeError."""
+def _parsed(api: str, given: Mapping[str, Any], joint: str) -> TokenizeBody:
+    """Return the prompt as a body of /tokenize, the texts of a chat's message joined by ``joint``.
+
+    Raises ValidationError, BadField, TypeError.
+    """
     if api == _COMPLETION:
         return TokenizeBody.model_validate({name: given.get(name) for name in ("prompt", "add_special_tokens")})
     fields = {name: value for name, value in given.items() if name in _FIELDS[api]}
-    fields["messages"] = [
-        {**message, "content": _marked(message.get("content"))} for message in given.get("messages") or ()
-    ]
+    fields["messages"] = [{**each, "content": _marked(each.get("content"))} for each in given.get("messages") or ()]
     if api == _CHAT:
+        for each in fields["messages"]:
+            if isinstance(each["content"], list):
+                each["content"] = joint.join(part.get("text") or part.get("refusal") or "" for part in each["content"])
         return TokenizeBody.model_validate(fields)
     return CountTokensBody.model_validate(fields).for_tokens()
 

@@ -35,6 +35,7 @@ class Engine:
     def __init__(self) -> None:
         self.is_healthy = True
         self.adapters: dict[str, str] = {}
+        self.sources: dict[str, Any] = {}
         self.address = ""
         self.num_served = 0
         self.go = asyncio.Event()
@@ -51,6 +52,10 @@ class Engine:
         async def models() -> dict[str, Any]:
             own = [{"id": "base", "root": "/models/base", "parent": None}]
             return {"data": [*own, *({"id": n, "root": r, "parent": "base"} for n, r in self.adapters.items())]}
+
+        @app.get("/kv_event_sources")
+        async def sources() -> dict[str, Any]:
+            return self.sources
 
         @app.api_route("/{path:path}", methods=["GET", "POST"])
         async def answer(request: Request) -> Response:

@@ -138,9 +138,7 @@ TestLife = Life.TestCase
     [
         ({"endpoints": ""}, "--endpoints is empty"),
         ({"endpoints": "10.0.0.1"}, "host:port"),
-        ({"event_ports": "a"}, "5557,5558"),
-        ({"event_ports": "1,2,3"}, "5557,5558"),
-        ({"event_ports": "5557"}, "--model FOLDER"),
+        ({"kv_events": True}, "--model FOLDER"),
         ({"health_path": "health"}, "slash"),
         ({"worker_networks": "x"}, "--worker-networks"),
         ({"policy_weights": "x=1"}, "x"),
@@ -212,8 +210,10 @@ async def test_events_say_what_a_cache_holds(tmp_path: Path):
     }
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        options = {"model": model, "event_ports": str(port), "assume_cached_s": 0.0}
+        publisher.setsockopt(zmq.RCVTIMEO, 30_000)
+        options = {"model": model, "kv_events": True, "assume_cached_s": 0.0}
         async with engine() as made, picker(made, **options) as server:
+            made.sources = {"0": {"endpoint": f"tcp://*:{port}", "replay_endpoint": None}}
             await asyncio.to_thread(publisher.recv)  # the picker has subscribed
             publisher.send_multipart([b"", bytes(8), msgspec.msgpack.encode([0.0, [stored], 0])])
             await until(lambda: server.service.index.num_blocks_of(made.address) == len(hashes))

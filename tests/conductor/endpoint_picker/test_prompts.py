@@ -50,6 +50,8 @@ async def test_every_api_is_read_as_the_engine_reads_it(folder: Path):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages = await read(prompts, "/v1/messages?beta=1", messages=[{"role": "user", "content": parts}])
     assert messages.hashes == chat.hashes
+    lines = await read(prompts, "/v1/chat/completions", messages=[{"role": "user", "content": parts}])
+    assert lines.hashes == named(folder, "<user>hel\nlo<assistant>"), "as vLLM joins them"
     for prompt in ("some text", ["some text", "another"]):
         text = await read(prompts, "/v1/completions", prompt=prompt)
         assert text.hashes == named(folder, "some text")
