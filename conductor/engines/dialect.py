@@ -36,6 +36,7 @@ class EngineCall:
     num_generated: int
     cache_salt: str
     model: str
+    adapter: str = ""
     full_report: bool = False
     seeded: bool = True
     hand_over: bool = False

@@ -34,6 +34,7 @@ from tanghulu.conductor.engines.load import LoadBook
 from tanghulu.conductor.engines.model import ModelFolders, card_of
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.engines.servers import EngineServer
+from tanghulu.conductor.engines.sglang import SglangDialect
 from tanghulu.conductor.engines.vllm import VllmDialect
 from tanghulu.conductor.index.assumed import AssumedBlocks
 from tanghulu.conductor.index.prefix_index import Removed, Stored
@@ -50,7 +51,7 @@ from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output, P
 from tanghulu.types import RequestId
 
 #: The engines' dialects by name.
-DIALECTS: dict[str, Dialect] = {each.engine: each for each in (VllmDialect(),)}
+DIALECTS: dict[str, Dialect] = {each.engine: each for each in (VllmDialect(), SglangDialect())}
 _log = structlog.get_logger(__name__)
 #: Seconds between two looks at a server, and the longest of one.
 LOOK_S, LOOK_DEADLINE_S = 1.0, 3.0
@@ -211,6 +212,7 @@ class EngineSession:
             len(tokens) - len(request.prompt),
             names.cache_salt(request.salt),
             self._known.facts.model.name,
+            self.server.adapter,
             full_report=self._follower is not None and not self._follower.is_complete,
             seeded=self.server.seeds == "always" or (self.server.seeds == "given" and request.seed_given),
             hand_over=to.hand_over,

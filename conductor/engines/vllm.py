@@ -72,7 +72,9 @@ class _Model(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
+class ListedModels(msgspec.Struct):
+    """The answer of ``/v1/models``."""
+
     data: list[_Model]
 
 
@@ -223,7 +225,7 @@ async def vllm_facts(client: EngineClient) -> ServerFacts:
     samples = samples_in(page.decode(errors="replace"))
     config: Mapping[str, str] = next((labels for name, labels, _ in samples if name == "vllm:cache_config_info"), {})
     try:
-        listed = msgspec.json.decode(models, type=_Models).data
+        listed = msgspec.json.decode(models, type=ListedModels).data
     except msgspec.MsgspecError as error:
         raise NodeUnavailable(f"{server.url} has no list of models at /v1/models: {error}") from error
     base = next((each for each in listed if not each.parent), None)
