@@ -74,12 +74,7 @@ class Session(Protocol):
     def steps(self) -> AsyncGenerator[StepOutput | SessionWelcome, None]: ...
 
     def submit(
-        self,
-        request: GenerationRequest,
-        to: SubmitTo,
-        tokens: Tokens,
-        holder: PrefixHolder | None = None,
-        moved: bool = False,
+        self, request: GenerationRequest, to: SubmitTo, tokens: Tokens, holder: PrefixHolder | None, moved: bool
     ) -> int: ...
 
     def pull(self, name: str, tokens: Tokens, salt: bytes, source: KvSource) -> None: ...

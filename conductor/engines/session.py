@@ -26,8 +26,7 @@ from tanghulu.conductor.engines.dialect import (
     EngineCall,
     Piece,
     ServerFacts,
-    refuse_mid_grammar,
-    refuse_unoffered,
+    served_models,
 )
 from tanghulu.conductor.engines.events import EventSource, VllmFollower
 from tanghulu.conductor.engines.load import LoadBook
@@ -43,7 +42,6 @@ from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, Tangh
 from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.extras import install_command, missing_modules
-from tanghulu.runtime.scraping import samples_in
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.session.messages import SessionWelcome, StepOutput
 from tanghulu.session.model_card import ModelCard
@@ -53,8 +51,8 @@ from tanghulu.types import RequestId
 #: The engines' dialects by name.
 DIALECTS: dict[str, Dialect] = {each.engine: each for each in (VllmDialect(), SglangDialect())}
 _log = structlog.get_logger(__name__)
-#: Seconds between two looks at a server, and the longest of one.
-LOOK_S, LOOK_DEADLINE_S = 1.0, 3.0
+#: Seconds between two looks at a server, the longest of each call of one, and those within which a step comes.
+LOOK_S, LOOK_DEADLINE_S, BEAT_S = 1.0, 1.0, 3.0
 #: Looks between two readings of a server's adapters.
 _ADAPTER_LOOKS = 5
 #: Prompts held by prefill servers at a time; vLLM frees each after half a minute by itself.
@@ -131,7 +129,7 @@ class EngineSession:
         self._snapshot = self._beat = False
         self._end: TanghuluError | None = None
         self._wake = asyncio.Event()
-        self._looking: asyncio.Future[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._progress: object = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -148,7 +146,8 @@ class EngineSession:
         names = BlockNames(card, facts.num_blocks, context.secret.naming_key, self.server.adapter)
         self._described = _Described(facts, card, names)
         self._book = LoadBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
-        self._tell_adapters(facts)
+        if not self.server.adapter:
+            context.on_adapters(self.server, facts.adapters)
         return card
 
     @property
@@ -196,12 +195,7 @@ class EngineSession:
                 raise self._end
 
     def submit(
-        self,
-        request: GenerationRequest,
-        to: SubmitTo,
-        tokens: Tokens,
-        holder: PrefixHolder | None = None,
-        moved: bool = False,
+        self, request: GenerationRequest, to: SubmitTo, tokens: Tokens, holder: PrefixHolder | None, moved: bool
     ) -> int:
         """Send the request; return its number. A refusal comes among the steps."""
         names = self._known.names
@@ -264,7 +258,7 @@ class EngineSession:
 
     async def close(self) -> None:
         """End all requests and close all connections."""
-        await cancelled(*self._tasks)
+        await cancelled(*self._tasks, *([self._looking] if self._looking is not None else []))
         await self._client.close()
 
     # --- looks at the server
@@ -275,19 +269,19 @@ class EngineSession:
             await self._look()
             if self._end is None and number % _ADAPTER_LOOKS == 0 and not self.server.adapter:
                 with contextlib.suppress(TanghuluError):  # the next look shows what is wrong
-                    self._tell_adapters(await self._dialect.facts(self._client))
+                    self._context.on_adapters(self.server, (await served_models(self._client))[-1])
 
     async def _look(self) -> None:
         """Look at the server once for all concurrent callers; sets ``_end`` if it is gone."""
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._look_once())
+            self._looking = self._loop.create_task(self._look_once())
         await asyncio.shield(self._looking)
 
     async def _look_once(self) -> None:
         try:
             await self._client.get(self._dialect.health_path, LOOK_DEADLINE_S)
             page = await self._client.get("/metrics", LOOK_DEADLINE_S, optional=True)
-            figures = self._dialect.figures(samples_in(page.decode(errors="replace")))
+            figures = self._dialect.figures(page.decode(errors="replace"))
         except EngineGone as error:
             self._finish(error)
         except DeadlineExceeded:
@@ -309,18 +303,13 @@ class EngineSession:
         self._end = self._end or error
         self._wake.set()
 
-    def _tell_adapters(self, facts: ServerFacts) -> None:
-        if not self.server.adapter:
-            self._context.on_adapters(self.server, facts.adapters)
-
     # --- one request
 
     async def _serve(self, running: _Running) -> None:
         """Run the request to its end; any failure is its last output."""
         call = running.call
         try:
-            refuse_unoffered(call.request, self.server)
-            refuse_mid_grammar(call, self.server)
+            call.check(self.server)
             await self._stream(running)
         except TanghuluError as error:
             await self._fail(running, error)
@@ -332,7 +321,7 @@ class EngineSession:
         call = running.call
         last: Piece | None = None
         cached: int | None = None
-        stream = self._dialect.stream(call)
+        stream = self._dialect.stream(self.server.id)
         events = self._client.events(
             self._dialect.generate_path, self._dialect.body(call), _headers(call), call.hand_over
         )
@@ -430,7 +419,7 @@ class EngineSession:
 
     def _welcome(self) -> SessionWelcome:
         held = tuple(self._known.names.held)
-        return SessionWelcome(self.server.id, 0, held, self._num_changes, self._book.load(), LOOK_S)
+        return SessionWelcome(self.server.id, 0, held, self._num_changes, self._book.load(), BEAT_S)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)

@@ -26,12 +26,12 @@ def test_a_server_with_options():
     [
         ("http://gpu1:8000", "no URL"),
         ("vllm=gpu1:8000", "http://"),
-        ("tgi=http://gpu1:8000", "known: vllm, sglang"),
-        ("vllm=http://gpu1,modle=/m", "'modle' is unknown"),
+        ("tgi=http://gpu1:8000", "engines are vllm and sglang"),
+        ("vllm=http://gpu1,modle=/m", "modle"),
         ("vllm=http://gpu1,model", "not OPTION=VALUE"),
         ("vllm=http://gpu1,role=both,role=decode", "twice"),
-        ("vllm=http://gpu1,role=some", "role must be one of"),
-        ("vllm=http://gpu1,seeds=maybe", "seeds one of"),
+        ("vllm=http://gpu1,role=some", "role .both, prefill, decode"),
+        ("vllm=http://gpu1,seeds=maybe", "seeds .given, "),
         ("sglang=http://gpu1,role=decode", "vllm alone"),
     ],
 )

@@ -130,6 +130,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     finally:
         for each in made:
             each.stop()
+            print(each.log.read_text()[-3000:])
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,7 @@ def front(tmp_path_factory: pytest.TempPathFactory, servers: list[Server]) -> It
         yield made
     finally:
         made.http.close()
+        print(made.process.log_text()[-8000:])
         made.process.kill()
 
 
