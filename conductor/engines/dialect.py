@@ -84,14 +84,14 @@ class EngineCall:
         return {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or -1, **ends}
 
     def check(self, server: EngineServer) -> None:
-        """Raise InvalidRequest for a wish that engines do not offer, a plain error for a text begun under a grammar."""
-        wishes = {
+        """Raise InvalidRequest for what engines do not offer, a plain error for a text begun under a grammar."""
+        unoffered = {
             "log probabilities of the prompt": self.request.scoring,
             "logprob_token_ids": self.request.sampling.logprob_token_ids,
         }
-        if wish := next((name for name, wished in wishes.items() if wished), ""):
+        if asked := next((name for name, value in unoffered.items() if value), ""):
             raise InvalidRequest(
-                f"{wish}: worker {server.id} is a plain {server.engine} server, which does not offer that"
+                f"{asked}: worker {server.id} is a plain {server.engine} server, which does not offer that"
             )
         if self.num_generated and self.request.sampling.grammar is not None:
             raise TanghuluError(
@@ -101,7 +101,7 @@ class EngineCall:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer: new tokens, and perhaps its end. ``cached_tokens`` None is unstated."""
 
     tokens: list[int] = field(default_factory=list)
@@ -118,13 +118,13 @@ class StreamError(msgspec.Struct):
     code: int | str | None = None
 
 
-class AnswerStream:
+class EngineAnswer:
     """Reads the events of one answer of ``server``."""
 
     def __init__(self, server: str) -> None:
         self.server = server
 
-    def read(self, data: bytes) -> Piece:
+    def read(self, data: bytes) -> AnswerPiece:
         """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""
         raise NotImplementedError
 
@@ -148,7 +148,7 @@ def decoded(data: bytes, kind: type[T], what: str) -> T:
         raise NodeUnavailable(f"{what} sent an answer of another form than its engine's: {error}") from error
 
 
-class Dialect:
+class EngineDialect:
     """One engine's HTTP API. Pure but for ``facts``."""
 
     engine: ClassVar[str]
@@ -162,7 +162,7 @@ class Dialect:
     gauges: ClassVar[tuple[str, str, str]]
     #: Whether its repetition penalty counts prompt and answer alike.
     repeats_exactly: ClassVar[bool]
-    stream: ClassVar[type[AnswerStream]]
+    stream: ClassVar[type[EngineAnswer]]
 
     def body(self, call: EngineCall) -> dict[str, Any]:
         """Return the body of a request, which leaves nothing to the server's defaults."""

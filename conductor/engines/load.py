@@ -47,7 +47,7 @@ class Submitted:
         return self.num_tokens**2 - (self.num_tokens - self.rest_tokens) ** 2
 
 
-class LoadBook:
+class EngineBook:
     """Requests in progress, and the last figures."""
 
     def __init__(self, num_blocks: int, block_tokens: int, max_num_seqs: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""One engine server as a worker: the `Session` of the registry over the engine's HTTP API.
+"""One engine server as a worker: the `AnySession` of the registry over the engine's HTTP API.
 
 Submissions are HTTP streams; their tokens, the engine's KV events and its load leave as steps, like those of our own
 workers. A look each second at the server's health and metrics is its beat: it counts while the engine makes progress
@@ -22,14 +22,14 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.engines.client import EngineClient, EngineGone
 from tanghulu.conductor.engines.dialect import (
-    Dialect,
+    AnswerPiece,
     EngineCall,
-    Piece,
+    EngineDialect,
     ServerFacts,
     served_models,
 )
 from tanghulu.conductor.engines.events import EventSource, VllmFollower
-from tanghulu.conductor.engines.load import LoadBook
+from tanghulu.conductor.engines.load import EngineBook
 from tanghulu.conductor.engines.model import ModelFolders, card_of
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.engines.servers import EngineServer
@@ -49,7 +49,7 @@ from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output, P
 from tanghulu.types import RequestId
 
 #: The engines' dialects by name.
-DIALECTS: dict[str, Dialect] = {each.engine: each for each in (VllmDialect(), SglangDialect())}
+DIALECTS: dict[str, EngineDialect] = {each.engine: each for each in (VllmDialect(), SglangDialect())}
 _log = structlog.get_logger(__name__)
 #: Seconds between two looks at a server, the longest of each call of one, and those within which a step comes.
 LOOK_S, LOOK_DEADLINE_S, BEAT_S = 1.0, 1.0, 3.0
@@ -68,7 +68,7 @@ ASSUMED_S = 600.0
 
 @dataclass
 class EngineContext:
-    """What the sessions of one conductor share. ``exports`` are vLLM's parameters for prompts to be handed over."""
+    """State shared by the sessions of one conductor. ``exports`` are vLLM's parameters of handed-over prompts."""
 
     secret: ClusterSecret
     tls: TlsFiles
@@ -113,13 +113,13 @@ class EngineSession:
 
     counts_late = True
 
-    def __init__(self, server: EngineServer, dialect: Dialect, context: EngineContext) -> None:
+    def __init__(self, server: EngineServer, dialect: EngineDialect, context: EngineContext) -> None:
         """Open nothing yet. Raises ConfigError for an unreadable file with an API key."""
         self.server, self._dialect, self._context = server, dialect, context
         self._client = EngineClient(server, context.tls)
         self._loop = asyncio.get_running_loop()
         self._described: _Described | None = None
-        self._book = LoadBook(0, 1)
+        self._book = EngineBook(0, 1)
         self._follower: VllmFollower | None = None
         self._assumed: AssumedBlocks | None = None
         self._running: dict[str, _Running] = {}
@@ -145,7 +145,7 @@ class EngineSession:
         card = await card_of(self._client, facts.model, context.folders, context.secret)
         names = BlockNames(card, facts.num_blocks, context.secret.naming_key, self.server.adapter)
         self._described = _Described(facts, card, names)
-        self._book = LoadBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
+        self._book = EngineBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
         if not self.server.adapter:
             context.on_adapters(self.server, facts.adapters)
         return card
@@ -319,7 +319,7 @@ class EngineSession:
 
     async def _stream(self, running: _Running) -> None:
         call = running.call
-        last: Piece | None = None
+        last: AnswerPiece | None = None
         cached: int | None = None
         stream = self._dialect.stream(self.server.id)
         events = self._client.events(
@@ -343,7 +343,7 @@ class EngineSession:
         else:
             self._deliver(running, last)
 
-    def _hand_over(self, running: _Running, last: Piece) -> None:
+    def _hand_over(self, running: _Running, last: AnswerPiece) -> None:
         """Report the prompt as ready; its one token is drawn again by the decode server, as in vLLM's own ways."""
         call, export_id = running.call, self._context.export(last.kv_transfer)
         if not export_id:
@@ -359,7 +359,7 @@ class EngineSession:
     def _imported(self, source: KvSource | None) -> dict[str, Any] | None:
         return self._context.exports.pop(source.export_id, None) if source is not None else None
 
-    def _deliver(self, running: _Running, piece: Piece) -> None:
+    def _deliver(self, running: _Running, piece: AnswerPiece) -> None:
         call = running.call
         if len(running.generated) + len(piece.tokens) > call.max_tokens or any(
             token >= self._known.card.vocab_size for token in piece.tokens

@@ -13,10 +13,10 @@ import msgspec
 
 from tanghulu.conductor.engines.client import EngineClient
 from tanghulu.conductor.engines.dialect import (
-    AnswerStream,
-    Dialect,
+    AnswerPiece,
+    EngineAnswer,
     EngineCall,
-    Piece,
+    EngineDialect,
     ServerFacts,
     StreamError,
     decoded,
@@ -72,14 +72,14 @@ class _Info(msgspec.Struct):
     kv_events: _KvEvents | None = None
 
 
-class SglangStream(AnswerStream):
+class SglangStream(EngineAnswer):
     """Reads the events of one answer of ``/generate``."""
 
     def __init__(self, server: str) -> None:
         super().__init__(server)
         self._num_seen = 0
 
-    def read(self, data: bytes) -> Piece:
+    def read(self, data: bytes) -> AnswerPiece:
         """Return the event's contents."""
         event = decoded(data, _Event, f"worker {self.server}")
         self.fail_with(event.error)
@@ -88,7 +88,7 @@ class SglangStream(AnswerStream):
         if not 0 <= num_new <= len(event.output_ids):
             raise NodeUnavailable(f"worker {self.server} left out tokens after the first {self._num_seen}")
         self._num_seen += num_new
-        piece = Piece(event.output_ids[len(event.output_ids) - num_new :], cached_tokens=meta.cached_tokens)
+        piece = AnswerPiece(event.output_ids[len(event.output_ids) - num_new :], cached_tokens=meta.cached_tokens)
         piece.logprobs = _logprobs(meta, num_new)
         if end is not None:
             if end.type == "abort":
@@ -107,7 +107,7 @@ def _logprobs(meta: _Meta, num_new: int) -> list[TokenLogprobs]:
     return made
 
 
-class SglangDialect(Dialect):
+class SglangDialect(EngineDialect):
     """SGLang's own door, which takes and gives token ids; its metrics exist with ``--enable-metrics``."""
 
     engine, prefix = "sglang", "sglang:"

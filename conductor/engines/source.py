@@ -20,7 +20,7 @@ from msgspec import structs
 
 from tanghulu.auth.cluster_secret import ClusterSecret
 from tanghulu.auth.credentials import TlsFiles
-from tanghulu.conductor.dispatch.worker_session import Session
+from tanghulu.conductor.dispatch.worker_session import AnySession
 from tanghulu.conductor.engines.servers import EngineServer, distinct, parse_server, read_servers
 from tanghulu.conductor.engines.session import DIALECTS, EngineContext, EngineSession
 from tanghulu.discovery.base import WHOLE_REQUESTS, EventKind, Instance, InstanceEvent
@@ -166,7 +166,7 @@ class Engines:
         self.source = EngineSource([parse_server(text) for text in given], path, namespace, place)
         self._context = EngineContext(secret, tls, self.source.set_adapters)
 
-    def open(self, instance: Instance) -> Session | None:
+    def open(self, instance: Instance) -> AnySession | None:
         """Return a session with the server that is ``instance``; None for a worker of ours."""
         server = self.source.servers.get(instance.id)
         if server is None:

@@ -9,10 +9,10 @@ import msgspec
 
 from tanghulu.conductor.engines.client import EngineClient
 from tanghulu.conductor.engines.dialect import (
-    AnswerStream,
-    Dialect,
+    AnswerPiece,
+    EngineAnswer,
     EngineCall,
-    Piece,
+    EngineDialect,
     ServerFacts,
     StreamError,
     decoded,
@@ -62,14 +62,14 @@ class _Source(msgspec.Struct):
     replay_endpoint: str | None = None
 
 
-class VllmStream(AnswerStream):
+class VllmStream(EngineAnswer):
     """Reads the events of one answer of ``/v1/completions``, or the whole answer without streaming."""
 
-    def read(self, data: bytes) -> Piece:
+    def read(self, data: bytes) -> AnswerPiece:
         """Return the event's contents."""
         event = decoded(data, _Event, f"worker {self.server}")
         self.fail_with(event.error)
-        piece = Piece(kv_transfer=event.kv_transfer_params)
+        piece = AnswerPiece(kv_transfer=event.kv_transfer_params)
         if event.usage is not None and event.usage.prompt_tokens_details is not None:
             piece.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
         for choice in event.choices:
@@ -93,7 +93,7 @@ def _logprobs(choice: _Choice) -> list[TokenLogprobs]:
     return made
 
 
-class VllmDialect(Dialect):
+class VllmDialect(EngineDialect):
     """``/v1/completions`` with token ids: every version and every server has it."""
 
     engine, prefix = "vllm", "vllm:"
