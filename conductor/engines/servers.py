@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import structs
 
+from tanghulu.auth.credentials import read_token
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import read_table
 from tanghulu.types import Address, InstanceId, Role, parse_url
@@ -136,6 +137,7 @@ def _checked(given: Mapping[str, Any], where: str) -> EngineServer:
     try:
         server = msgspec.convert({name: value for name, value in given.items() if name not in _OURS}, EngineServer)
         server = structs.replace(server, url=parse_url(server.url, path=True))
+        read_token(f"@{server.key}" if server.key else "")
     except (msgspec.ValidationError, InvalidRequest) as error:
         raise ConfigError(f"{where}: {error}; {_OFFERED}") from None
     if server.role != "both" and server.engine != "vllm":

@@ -75,7 +75,7 @@ async def test_end_of_text_is_not_text(fronts, folder):
         assert "<|" not in text_of(answer)
 
 
-@pytest.mark.parametrize("trouble", ["die", "refuse", "cut_at", "error_at", "nonsense_at", "abort_at"])
+@pytest.mark.parametrize("trouble", ["die", "refuse", "health", "cut_at", "error_at", "nonsense_at", "abort_at"])
 async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
     async with fronts(2) as front:
         await front.up()
@@ -95,6 +95,8 @@ async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
             await first.die()
         elif trouble == "refuse":
             first.refuse()
+        elif trouble == "health":
+            first.health = 503
         else:
             setattr(first, trouble, 6 if trouble == "abort_at" else 5)
             first.step(2)
@@ -117,6 +119,17 @@ async def test_client_that_leaves_ends_the_request(fronts):
         await front.cluster.until(lambda: server.open_streams)
         asking.cancel()
         await front.cluster.until(lambda: not server.open_streams)
+
+
+async def test_server_without_metrics_is_used(fronts, folder):
+    server = FakeVllm(folder)
+    server.metrics_on = False
+    async with fronts(servers=[server]) as front:
+        await front.up()
+        server.has_details = False
+        assert (await front.complete())["status"] == 200
+        again = await front.complete("the rain in Spain stays mainly in the plain")
+        assert again["usage"]["completion_tokens"] == 12
 
 
 async def test_full_server_is_left_for_another(fronts):
