@@ -224,7 +224,7 @@ class _Models(msgspec.Struct):
 async def served_models(client: EngineClient) -> tuple[str, str, int, list[str]]:
     """Return name, path and context of the server's model or adapter, and all adapters. Raises NodeUnavailable."""
     server = client.server
-    listed = decoded(await client.get("/v1/models"), _Models, server.url).data
+    listed = decoded(await client.call("/v1/models"), _Models, server.url).data
     base, adapters = (
         next((each for each in listed if not each.parent), None),
         [each.id for each in listed if each.parent],

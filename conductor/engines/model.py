@@ -165,7 +165,7 @@ class _Tokenised(msgspec.Struct):
 
 async def _tokens(client: EngineClient, body: dict[str, Any]) -> list[int] | None:
     """Return the server's tokens; None if it does not tokenise for others."""
-    data = await client.post("/tokenize", body, optional=True)
+    data = await client.call("/tokenize", body, optional=True)
     try:
         return msgspec.json.decode(data, type=_Tokenised).tokens if data else None
     except msgspec.MsgspecError as error:

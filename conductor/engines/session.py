@@ -52,7 +52,7 @@ from tanghulu.types import RequestId
 DIALECTS: dict[str, EngineDialect] = {each.engine: each for each in (VllmDialect(), SglangDialect())}
 _log = structlog.get_logger(__name__)
 #: Seconds between two looks at a server, the longest of each call of one, and those within which a step comes.
-LOOK_S, LOOK_DEADLINE_S, BEAT_S = 1.0, 1.0, 3.0
+LOOK_S, LOOK_DEADLINE_S, BEAT_S = 1.0, 4.0, 3.0
 #: Looks between two readings of a server's adapters.
 _ADAPTER_LOOKS = 5
 #: Prompts held by prefill servers at a time; vLLM frees each after half a minute by itself.
@@ -236,13 +236,13 @@ class EngineSession:
     async def probe(self, deadline_s: float) -> float:
         """Return the seconds for one token. Raises NodeUnavailable, DeadlineExceeded."""
         began_s, path = self._loop.time(), self._dialect.generate_path
-        await self._client.post(path, self._dialect.probe(self._known.facts.model.name), deadline_s)
+        await self._client.call(path, self._dialect.probe(self._known.facts.model.name), deadline_s=deadline_s)
         return self._loop.time() - began_s
 
     async def drop_cache(self) -> int:
         """Have the server drop its cache; return the number of its known blocks. Raises NodeUnavailable."""
         try:
-            await self._client.post(self._dialect.drop_path, {})
+            await self._client.call(self._dialect.drop_path, {})
         except TanghuluError as error:
             raise NodeUnavailable(
                 f"{self.server.url} did not drop its cache ({error.message}); vLLM offers that with "
@@ -279,8 +279,8 @@ class EngineSession:
 
     async def _look_once(self) -> None:
         try:
-            await self._client.get(self._dialect.health_path, LOOK_DEADLINE_S)
-            page = await self._client.get("/metrics", LOOK_DEADLINE_S, optional=True)
+            await self._client.call(self._dialect.health_path, deadline_s=LOOK_DEADLINE_S)
+            page = await self._client.call("/metrics", deadline_s=LOOK_DEADLINE_S, optional=True)
             figures = self._dialect.figures(page.decode(errors="replace"))
         except EngineGone as error:
             self._finish(error)

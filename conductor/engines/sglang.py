@@ -139,7 +139,7 @@ class SglangDialect(EngineDialect):
     async def facts(self, client: EngineClient) -> ServerFacts:
         """Read ``/v1/models`` and ``/server_info``."""
         name, root, context, adapters = await served_models(client)
-        info = decoded(await client.get("/server_info"), _Info, client.server.url)
+        info = decoded(await client.call("/server_info"), _Info, client.server.url)
         page = info.page_size or 1
         block = page if page >= MIN_PAGE else _OWN_BLOCK
         if not (context or info.context_length):

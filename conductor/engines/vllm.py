@@ -131,7 +131,7 @@ class VllmDialect(EngineDialect):
     async def facts(self, client: EngineClient) -> ServerFacts:
         """Read ``/v1/models``, the metrics and, in newer versions, ``/kv_event_sources``."""
         name, root, context, adapters = await served_models(client)
-        page = await client.get("/metrics", optional=True)
+        page = await client.call("/metrics", optional=True)
         samples = samples_in(page.decode(errors="replace"))
         config: Mapping[str, str] = next((each for name, each, _ in samples if name == "vllm:cache_config_info"), {})
         blocks, size = config.get("num_gpu_blocks", ""), config.get("block_size", "")
@@ -147,7 +147,7 @@ class VllmDialect(EngineDialect):
         """Return the ZeroMQ addresses of a server's events and of their replay, "" for none."""
         if client.server.events:
             return client.server.event_addresses
-        data = await client.get("/kv_event_sources", optional=True)
+        data = await client.call("/kv_event_sources", optional=True)
         ranks = list(decoded(data, dict[str, _Source], client.server.url).values()) if data else []
         if len(ranks) != 1:  # several ranks have caches of their own
             return "", ""
