@@ -22,7 +22,7 @@ from tanghulu.types import Address
 T = TypeVar("T")
 #: The most that an engine adds to or takes from a logit (vLLM clamps), and seeds.
 MAX_BIAS, MAX_SEED = 100.0, 1 << 63
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ class StreamError(msgspec.Struct):
 
 
 class EngineAnswer:
-    """Reads the events of one answer of ``server``."""
+    """Reads the events of one answer of ``server``, with ``num_top`` likely tokens at each position."""
 
-    def __init__(self, server: str) -> None:
-        self.server = server
+    def __init__(self, server: str, num_top: int = 0) -> None:
+        self.server, self.num_top = server, num_top
 
     def read(self, data: bytes) -> AnswerPiece:
         """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""

@@ -321,7 +321,7 @@ class EngineSession:
         call = running.call
         last: AnswerPiece | None = None
         cached: int | None = None
-        stream = self._dialect.stream(self.server.id)
+        stream = self._dialect.stream(self.server.id, call.request.sampling.num_logprobs or 0)
         events = self._client.events(
             self._dialect.generate_path, self._dialect.body(call), _headers(call), call.hand_over
         )
@@ -373,8 +373,8 @@ class EngineSession:
         cached = running.held_tokens if piece.cached_tokens is None else piece.cached_tokens
         output = Output(RequestId(call.name), piece.tokens, piece.finish, logprobs=piece.logprobs)
         output.cached_tokens = min(cached, len(call.request.prompt))
-        if piece.finish is FinishReason.STOP and piece.tokens:
-            output.stop_token = piece.tokens[-1]
+        if piece.finish is FinishReason.STOP and running.generated:
+            output.stop_token = running.generated[-1]
         if piece.finish is not None:
             self._assume(running)
             self._forget(running)

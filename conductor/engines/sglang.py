@@ -75,8 +75,8 @@ class _Info(msgspec.Struct):
 class SglangStream(EngineAnswer):
     """Reads the events of one answer of ``/generate``."""
 
-    def __init__(self, server: str) -> None:
-        super().__init__(server)
+    def __init__(self, server: str, num_top: int = 0) -> None:
+        super().__init__(server, num_top)
         self._num_seen = 0
 
     def read(self, data: bytes) -> AnswerPiece:

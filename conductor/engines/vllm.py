@@ -74,13 +74,13 @@ class VllmStream(EngineAnswer):
             piece.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
         for choice in event.choices:
             piece.tokens += choice.token_ids or []
-            piece.logprobs += _logprobs(choice)
+            piece.logprobs += _logprobs(choice, self.num_top)
             if choice.finish_reason is not None:
                 piece.finish = self.finish(choice.finish_reason)
         return piece
 
 
-def _logprobs(choice: _Choice) -> list[TokenLogprobs]:
+def _logprobs(choice: _Choice, num_top: int) -> list[TokenLogprobs]:
     given, tokens = choice.logprobs, choice.token_ids or []
     if given is None:
         return []
@@ -88,7 +88,7 @@ def _logprobs(choice: _Choice) -> list[TokenLogprobs]:
     for token, own, top in zip(tokens, given.token_logprobs, tops, strict=False):
         best = sorted((top or {}).items(), key=lambda each: -each[1])
         named = [(int(name.removeprefix(_TOKEN)), value) for name, value in best if name.startswith(_TOKEN)]
-        entries = [(token, own if own is not None else float("-inf")), *named]
+        entries = [(token, own if own is not None else float("-inf")), *named[:num_top]]
         made.append(TokenLogprobs(tuple(each for each, _ in entries), tuple(value for _, value in entries)))
     return made
 

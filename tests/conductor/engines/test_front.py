@@ -64,6 +64,7 @@ async def test_every_field_of_sampling_is_sent(fronts):
         assert (sent["logit_bias"], sent["presence_penalty"], sent["stop_token_ids"]) == ({"5": 2.0}, 0.5, [9])
         assert (sent["min_tokens"], sent["logprobs"], sent["frequency_penalty"]) == (2, 1, 0.0)
         assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == -0.5
+        assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 1
 
 
 async def test_end_of_text_is_not_text(fronts, folder):
@@ -108,6 +109,8 @@ async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
         assert continued["prompt"] == sent["prompt"] + continued["prompt"][len(sent["prompt"]) :]
         assert continued["max_tokens"] == 12 - (len(continued["prompt"]) - len(sent["prompt"]))
         assert front.cluster.migrations("ongoing_request", "resumed") == 1
+        labels = {"model": "tiny", "kind": "ongoing_request", "exactness": "same_model", "outcome": "resumed"}
+        assert front.cluster.conductor.service.metrics.get_sample_value("tanghulu_migrations_total", labels) == 1
 
 
 async def test_client_that_leaves_ends_the_request(fronts):
