@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tests.conductor.engines.fake_vllm import FakeVllm
-from tests.conductor.fake_worker import TOKENIZER
+from tests.conductor.engines.fake_vllm import FakeVllm, write_model
+from tests.conductor.fake_worker import TEMPLATE, TOKENIZER
 
 
 def expected(server: FakeVllm, prompt: list[int], num: int) -> str:
@@ -190,6 +190,13 @@ async def test_wrong_tokens_reject_the_server(fronts):
         assert not workers[name].usable
         assert "from token" in workers[name].last_error
         server.more_ids = []
+        await front.up()
+
+
+async def test_template_that_refuses_system_messages(fronts, folder):
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    write_model(folder, refusal + TEMPLATE)
+    async with fronts() as front:
         await front.up()
 
 
