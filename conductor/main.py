@@ -18,9 +18,9 @@ from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
-from tanghulu.conductor.engines.opening import Engines
 from tanghulu.conductor.engines.servers import FILE_HELP as ENGINES_HELP
 from tanghulu.conductor.engines.servers import HELP as ENGINE_HELP
+from tanghulu.conductor.engines.source import Engines
 from tanghulu.conductor.grpc_api.servicer import InferencePort
 from tanghulu.conductor.http.app import make_app
 from tanghulu.conductor.http.envelope import Envelope

@@ -294,7 +294,8 @@ class Flight:
             return self._on_trouble(output)
         if output.tokens and self.scoring is not None:
             return self.fail(NodeUnavailable(f"worker {self.worker} gives no log probabilities of prompts"))
-        if (self.cached_tokens is None and (output.tokens or finish is not None)) or (finish is not None and self.counts_late and self.num_submissions == 1):
+        is_late = finish is not None and self.counts_late and self.num_submissions == 1
+        if is_late or (self.cached_tokens is None and (output.tokens or finish is not None)):
             self.cached_tokens = output.cached_tokens
         instructions = self._take(output)
         if is_handed_over:

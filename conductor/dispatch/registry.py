@@ -23,7 +23,7 @@ import structlog
 from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.deadlines import LOOKS, Liveness
-from tanghulu.conductor.dispatch.worker_session import OpenEngine, Session, WorkerSession, no_engines
+from tanghulu.conductor.dispatch.worker_session import AnySession, OpenEngine, WorkerSession, no_engines
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.routing.worker_views import WorkerViews
@@ -50,7 +50,7 @@ class RegisteredWorker:
         self.instance = instance
         self.card: ModelCard | None = None
         self.model: ServedModel | None = None
-        self.session: Session | None = None
+        self.session: AnySession | None = None
         self.load = LoadTracker()
         self.load.keeps_requests = self.takes_whole_requests
         self.leaving = False
@@ -352,10 +352,10 @@ class Registry:
                 await session.close()
         return error
 
-    def _open(self, instance: Instance) -> Session:
+    def _open(self, instance: Instance) -> AnySession:
         return WorkerSession(instance.address, self._conductor_id, self._credentials)
 
-    async def _listen(self, worker: RegisteredWorker, session: Session) -> TanghuluError:
+    async def _listen(self, worker: RegisteredWorker, session: AnySession) -> TanghuluError:
         """Pass on the worker's messages until its engine is silent for too long. Raises any other end of session."""
         loop, liveness = asyncio.get_running_loop(), worker.liveness
         try:
@@ -373,7 +373,7 @@ class Registry:
             _log.warning("worker.silent", worker=worker.id, seconds=liveness.limit_s)
         return NodeUnavailable(f"worker {worker.id} sent no step for {self._worker_timeout_s:g} s")
 
-    def _begin(self, worker: RegisteredWorker, session: Session, welcome: SessionWelcome) -> None:
+    def _begin(self, worker: RegisteredWorker, session: AnySession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
         worker.session, worker.last_error, worker.beat_s = session, "", welcome.beat_s
@@ -385,7 +385,7 @@ class Registry:
         _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))
         self._listener.worker_up(worker, welcome)
 
-    async def _describe(self, worker: RegisteredWorker, session: Session) -> None:
+    async def _describe(self, worker: RegisteredWorker, session: AnySession) -> None:
         """Fetch the worker's current model card.
 
         Raises NodeUnavailable if other workers serve a different model under its name, or if its cluster secret differs

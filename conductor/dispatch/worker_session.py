@@ -56,7 +56,7 @@ MAX_UNREAD = 256
 CALL_DEADLINE_S = 10.0
 
 
-class Session(Protocol):
+class AnySession(Protocol):
     """A session with a worker: of ours (`WorkerSession`), or with another engine's server (`conductor.engines`).
 
     ``WorkerSession`` describes the calls. ``connect`` follows ``describe``; ``close`` ends it at any stage.
@@ -74,12 +74,7 @@ class Session(Protocol):
     def steps(self) -> AsyncGenerator[StepOutput | SessionWelcome, None]: ...
 
     def submit(
-        self,
-        request: GenerationRequest,
-        to: SubmitTo,
-        tokens: Tokens,
-        holder: PrefixHolder | None = None,
-        moved: bool = False,
+        self, request: GenerationRequest, to: SubmitTo, tokens: Tokens, holder: PrefixHolder | None, moved: bool
     ) -> int: ...
 
     def pull(self, name: str, tokens: Tokens, salt: bytes, source: KvSource) -> None: ...
@@ -98,10 +93,10 @@ class Session(Protocol):
 
 
 #: Opens the session with an instance that is another engine's server; None for workers of ours.
-OpenEngine = Callable[[Instance], Session | None]
+OpenEngine = Callable[[Instance], AnySession | None]
 
 
-def no_engines(instance: Instance) -> Session | None:
+def no_engines(instance: Instance) -> AnySession | None:
     """Return None: all workers are ours."""
     return None
 

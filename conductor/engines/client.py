@@ -50,26 +50,22 @@ class EngineClient:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
 
-    async def get(self, path: str, deadline_s: float = CALL_DEADLINE_S, optional: bool = False) -> bytes:
-        """Return the answer, b"" if it is ``optional`` and there is none.
+    async def call(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        deadline_s: float = CALL_DEADLINE_S,
+        optional: bool = False,
+    ) -> bytes:
+        """Return the answer to GET, or to POST with ``body``; b"" if it is ``optional`` and there is none.
 
         Raises EngineGone, DeadlineExceeded, NodeUnavailable, or the server's refusal.
         """
-        return await self._call("GET", path, None, deadline_s, optional)
-
-    async def post(
-        self, path: str, body: dict[str, Any], deadline_s: float = CALL_DEADLINE_S, optional: bool = False
-    ) -> bytes:
-        """Return the answer to ``body``; otherwise as ``get``."""
-        return await self._call("POST", path, body, deadline_s, optional)
-
-    async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float, optional: bool
-    ) -> bytes:
         # A new connection: one that stays open is served after the server has stopped listening.
         headers = {"connection": "close"}
         try:
-            async with asyncio.timeout(deadline_s), self._send(method, path, body, headers) as response:
+            async with asyncio.timeout(deadline_s), self._send(path, body, headers) as response:
                 data = await _read(response)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.server.url}{path} did not answer within {deadline_s:g} s") from None
@@ -86,7 +82,7 @@ class EngineClient:
 
         Raises Overloaded if another server may take the request at once, EngineGone, NodeUnavailable, InvalidRequest.
         """
-        async with self._send("POST", path, body, headers) as response:
+        async with self._send(path, body, headers) as response:
             if response.status_code >= 400:
                 raise self._refusal(response.status_code, await _read(response))
             if whole:
@@ -99,9 +95,10 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, headers: dict[str, str]
+        self, path: str, body: dict[str, Any] | None, headers: dict[str, str]
     ) -> AsyncIterator[httpx.Response]:
         url, content = self.server.base_url + path, msgspec.json.encode(body) if body is not None else None
+        method = "GET" if content is None else "POST"
         request = self._http.build_request(
             method, url, content=content, headers={**self._headers, **headers}, extensions=self._extensions
         )

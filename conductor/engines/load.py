@@ -47,7 +47,7 @@ class Submitted:
         return self.num_tokens**2 - (self.num_tokens - self.rest_tokens) ** 2
 
 
-class LoadBook:
+class EngineBook:
     """Requests in progress, and the last figures."""
 
     def __init__(self, num_blocks: int, block_tokens: int, max_num_seqs: int = 0) -> None:
@@ -56,6 +56,8 @@ class LoadBook:
         self._ours: dict[str, Submitted] = {}
         self._usage = 0.0
         self._others_running = self._others_waiting = 0
+        self._num_started = self._context = 0  # requests with tokens, and all their tokens
+        self._pace = ""
         self._free_s = 0.0  # when the last prefill of ours ended
         self._meter = SpeedMeter(_WHOLE_PROMPTS, reads_peers=False)
 
@@ -73,30 +75,34 @@ class LoadBook:
         one = self._ours.get(name)
         if one is None:
             return
-        started = [each for each in self._ours.values() if each.last_s]
-        context = sum(each.num_tokens for each in started)
+        num, context = self._num_started, self._context
         if not one.last_s:
             began_s = max(one.sent_s, self._free_s)
+            work = StepWork(one.rest_tokens, one.pairs, num, context)
+            self._meter.step(one.rest_tokens + num, 1 + num, now_s - began_s, work)
             self._free_s = now_s
-            work = StepWork(one.rest_tokens, one.pairs, len(started), context)
-            self._meter.step(one.rest_tokens + len(started), 1 + len(started), now_s - began_s, work)
-        elif started[0] is one and len(started) == len(self._ours):  # one of them is the pace of all
+            self._num_started += 1
+            self._context += one.num_tokens
+        elif num == len(self._ours) and (name == self._pace or self._pace not in self._ours):
+            self._pace = name  # one of them is the pace of all
             gap_s = (now_s - one.last_s) / num_tokens
-            work = StepWork(decode_sequences=len(started), decode_context=context)
-            self._meter.step(len(started), len(started), gap_s, work)
+            self._meter.step(num, num, gap_s, StepWork(decode_sequences=num, decode_context=context))
         one.last_s = now_s
         one.num_tokens += num_tokens
+        self._context += num_tokens
 
     def end(self, name: str) -> None:
         """Note the end of a request; no error if it has ended."""
-        self._ours.pop(name, None)
+        one = self._ours.pop(name, None)
+        if one is not None and one.last_s:
+            self._num_started -= 1
+            self._context -= one.num_tokens
 
     def figures(self, seen: EngineFigures) -> None:
         """Note the server's own figures."""
-        started = sum(1 for each in self._ours.values() if each.last_s)
         self._usage = min(max(seen.usage, 0.0), 1.0)
         others = max(0, seen.num_running + seen.num_waiting - len(self))
-        self._others_running = min(others, max(0, seen.num_running - started))
+        self._others_running = min(others, max(0, seen.num_running - self._num_started))
         self._others_waiting = others - self._others_running
 
     def load(self) -> WorkerLoad:
@@ -114,3 +120,8 @@ class LoadBook:
             prefill_pairs_waiting=sum(each.pairs for each in waiting),
             max_num_seqs=self._max_num_seqs,
         )
+
+    def check(self) -> None:
+        started = [each for each in self._ours.values() if each.last_s]
+        assert self._num_started == len(started)
+        assert self._context == sum(each.num_tokens for each in started)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import msgspec
+from msgspec import structs
+
+from tanghulu.auth.credentials import read_token
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import read_table
 from tanghulu.types import Address, InstanceId, Role, parse_url
 
-ENGINES: Final = ("vllm", "sglang")
-_SEEDS: Final = ("given", "always", "no")
+_OFFERED: Final = (
+    "engines are vllm and sglang, options model, template, key, events, role (both, prefill, decode) and seeds (given, "
+    "always, no)"
+)
+#: Fields that no user sets.
+_OURS: Final = {"address", "id", "adapter"}
 _ROLES: Final = {"both": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}
 HELP: Final = (
     "a vLLM or SGLang server to use as a worker: vllm=http://host:8000 or sglang=http://host:30000, then options such "
@@ -24,8 +31,7 @@ _NOBODY: Final = InstanceId("")
 _FORM: Final = "give ENGINE=URL[,model=FOLDER][,OPTION=VALUE…], such as vllm=http://gpu1:8000,model=/models/m"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineServer:
+class EngineServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One server, or several behind one host name.
 
     ``model`` is the folder with the model's tokenizer ("": the server's own path to it), ``template`` a file that
@@ -36,14 +42,14 @@ class EngineServer:
     ``address`` and ``id`` are set for one server of a name's, ``adapter`` for a LoRA.
     """
 
-    engine: str
+    engine: Literal["vllm", "sglang"]
     url: str
     model: str = ""
     template: str = ""
     key: str = ""
     events: str = ""
-    role: str = "both"
-    seeds: str = "given"
+    role: Literal["both", "prefill", "decode"] = "both"
+    seeds: Literal["given", "always", "no"] = "given"
     address: Address = _NOWHERE
     id: InstanceId = _NOBODY
     adapter: str = ""
@@ -68,13 +74,15 @@ class EngineServer:
         path = rest.partition("/")[2]
         return f"{scheme}://{self.address}/{path}".rstrip("/")
 
+    @property
+    def event_addresses(self) -> tuple[str, str]:
+        """The given ZeroMQ addresses of events and replay; "" without."""
+        events, _, replay = self.events.partition("|")
+        return ("", "") if events == "no" else (events, replay)
+
     def at(self, address: Address, name: str) -> EngineServer:
         """Return this server at one address of its name, known to clients as ``name``."""
-        return replace(self, address=address, id=InstanceId(name))
-
-
-#: What a user may set.
-_OPTIONS: Final = tuple(each.name for each in fields(EngineServer) if each.name not in ("address", "id", "adapter"))
+        return structs.replace(self, address=address, id=InstanceId(name))
 
 
 def parse_server(text: str) -> EngineServer:
@@ -126,22 +134,14 @@ def distinct(servers: Iterable[EngineServer]) -> list[EngineServer]:
 
 
 def _checked(given: Mapping[str, Any], where: str) -> EngineServer:
-    unknown = [name for name in given if name not in _OPTIONS]
-    if unknown:
-        raise ConfigError(f"{where}: option {unknown[0]!r} is unknown; known: {', '.join(_OPTIONS)}")
-    for name in ("engine", "url"):
-        if name not in given:
-            raise ConfigError(f"{where}: {name} is missing")
-    if bad := next((name for name, value in given.items() if not isinstance(value, str)), ""):
-        raise ConfigError(f"{where}: {bad} is {given[bad]!r}; it must be text")
-    server = EngineServer(**given)
-    if server.engine not in ENGINES:
-        raise ConfigError(f"{where}: engine {server.engine!r} is unknown; known: {', '.join(ENGINES)}")
-    if server.role not in _ROLES or server.seeds not in _SEEDS:
-        raise ConfigError(f"{where}: role must be one of {', '.join(_ROLES)}, and seeds one of {', '.join(_SEEDS)}")
+    try:
+        server = msgspec.convert({name: value for name, value in given.items() if name not in _OURS}, EngineServer)
+        server = structs.replace(server, url=parse_url(server.url, path=True))
+        read_token(f"@{server.key}" if server.key else "")
+    except (msgspec.ValidationError, InvalidRequest) as error:
+        raise ConfigError(f"{where}: {error}; {_OFFERED}") from None
     if server.role != "both" and server.engine != "vllm":
         raise ConfigError(f"{where}: role={server.role} is supported for vllm alone; leave it out")
-    try:
-        return replace(server, url=parse_url(server.url, path=True))
-    except InvalidRequest as error:
-        raise ConfigError(f"{where}: {error.message}") from None
+    if unknown := _OURS & given.keys():
+        raise ConfigError(f"{where}: {', '.join(unknown)} cannot be set")
+    return server

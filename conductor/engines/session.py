@@ -1,4 +1,4 @@
-"""One engine server as a worker: the `Session` of the registry over the engine's HTTP API.
+"""One engine server as a worker: the `AnySession` of the registry over the engine's HTTP API.
 
 Submissions are HTTP streams; their tokens, the engine's KV events and its load leave as steps, like those of our own
 workers. A look each second at the server's health and metrics is its beat: it counts while the engine makes progress
@@ -22,18 +22,18 @@ from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.engines.client import EngineClient, EngineGone
 from tanghulu.conductor.engines.dialect import (
-    Dialect,
+    AnswerPiece,
     EngineCall,
-    Piece,
+    EngineDialect,
     ServerFacts,
-    refuse_mid_grammar,
-    refuse_unoffered,
+    served_models,
 )
 from tanghulu.conductor.engines.events import EventSource, VllmFollower
-from tanghulu.conductor.engines.load import LoadBook
+from tanghulu.conductor.engines.load import EngineBook
 from tanghulu.conductor.engines.model import ModelFolders, card_of
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.engines.servers import EngineServer
+from tanghulu.conductor.engines.sglang import SglangDialect
 from tanghulu.conductor.engines.vllm import VllmDialect
 from tanghulu.conductor.index.assumed import AssumedBlocks
 from tanghulu.conductor.index.prefix_index import Removed, Stored
@@ -42,7 +42,6 @@ from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, Tangh
 from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.rpc.wire import Failure
 from tanghulu.runtime.extras import install_command, missing_modules
-from tanghulu.runtime.scraping import samples_in
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.session.messages import SessionWelcome, StepOutput
 from tanghulu.session.model_card import ModelCard
@@ -50,10 +49,10 @@ from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output, P
 from tanghulu.types import RequestId
 
 #: The engines' dialects by name.
-DIALECTS: dict[str, Dialect] = {each.engine: each for each in (VllmDialect(),)}
+DIALECTS: dict[str, EngineDialect] = {each.engine: each for each in (VllmDialect(), SglangDialect())}
 _log = structlog.get_logger(__name__)
-#: Seconds between two looks at a server, and the longest of one.
-LOOK_S, LOOK_DEADLINE_S = 1.0, 3.0
+#: Seconds between two looks at a server, the longest of each call of one, and those within which a step comes.
+LOOK_S, LOOK_DEADLINE_S, BEAT_S = 1.0, 4.0, 3.0
 #: Looks between two readings of a server's adapters.
 _ADAPTER_LOOKS = 5
 #: Prompts held by prefill servers at a time; vLLM frees each after half a minute by itself.
@@ -69,7 +68,7 @@ ASSUMED_S = 600.0
 
 @dataclass
 class EngineContext:
-    """What the sessions of one conductor share. ``exports`` are vLLM's parameters for prompts to be handed over."""
+    """State shared by the sessions of one conductor. ``exports`` are vLLM's parameters of handed-over prompts."""
 
     secret: ClusterSecret
     tls: TlsFiles
@@ -114,13 +113,13 @@ class EngineSession:
 
     counts_late = True
 
-    def __init__(self, server: EngineServer, dialect: Dialect, context: EngineContext) -> None:
+    def __init__(self, server: EngineServer, dialect: EngineDialect, context: EngineContext) -> None:
         """Open nothing yet. Raises ConfigError for an unreadable file with an API key."""
         self.server, self._dialect, self._context = server, dialect, context
         self._client = EngineClient(server, context.tls)
         self._loop = asyncio.get_running_loop()
         self._described: _Described | None = None
-        self._book = LoadBook(0, 1)
+        self._book = EngineBook(0, 1)
         self._follower: VllmFollower | None = None
         self._assumed: AssumedBlocks | None = None
         self._running: dict[str, _Running] = {}
@@ -130,7 +129,7 @@ class EngineSession:
         self._snapshot = self._beat = False
         self._end: TanghuluError | None = None
         self._wake = asyncio.Event()
-        self._looking: asyncio.Future[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._progress: object = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -146,8 +145,9 @@ class EngineSession:
         card = await card_of(self._client, facts.model, context.folders, context.secret)
         names = BlockNames(card, facts.num_blocks, context.secret.naming_key, self.server.adapter)
         self._described = _Described(facts, card, names)
-        self._book = LoadBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
-        self._tell_adapters(facts)
+        self._book = EngineBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
+        if not self.server.adapter:
+            context.on_adapters(self.server, facts.adapters)
         return card
 
     @property
@@ -195,12 +195,7 @@ class EngineSession:
                 raise self._end
 
     def submit(
-        self,
-        request: GenerationRequest,
-        to: SubmitTo,
-        tokens: Tokens,
-        holder: PrefixHolder | None = None,
-        moved: bool = False,
+        self, request: GenerationRequest, to: SubmitTo, tokens: Tokens, holder: PrefixHolder | None, moved: bool
     ) -> int:
         """Send the request; return its number. A refusal comes among the steps."""
         names = self._known.names
@@ -211,6 +206,7 @@ class EngineSession:
             len(tokens) - len(request.prompt),
             names.cache_salt(request.salt),
             self._known.facts.model.name,
+            self.server.adapter,
             full_report=self._follower is not None and not self._follower.is_complete,
             seeded=self.server.seeds == "always" or (self.server.seeds == "given" and request.seed_given),
             hand_over=to.hand_over,
@@ -240,13 +236,13 @@ class EngineSession:
     async def probe(self, deadline_s: float) -> float:
         """Return the seconds for one token. Raises NodeUnavailable, DeadlineExceeded."""
         began_s, path = self._loop.time(), self._dialect.generate_path
-        await self._client.post(path, self._dialect.probe(self._known.facts.model.name), deadline_s)
+        await self._client.call(path, self._dialect.probe(self._known.facts.model.name), deadline_s=deadline_s)
         return self._loop.time() - began_s
 
     async def drop_cache(self) -> int:
         """Have the server drop its cache; return the number of its known blocks. Raises NodeUnavailable."""
         try:
-            await self._client.post(self._dialect.drop_path, {})
+            await self._client.call(self._dialect.drop_path, {})
         except TanghuluError as error:
             raise NodeUnavailable(
                 f"{self.server.url} did not drop its cache ({error.message}); vLLM offers that with "
@@ -262,7 +258,7 @@ class EngineSession:
 
     async def close(self) -> None:
         """End all requests and close all connections."""
-        await cancelled(*self._tasks)
+        await cancelled(*self._tasks, *([self._looking] if self._looking is not None else []))
         await self._client.close()
 
     # --- looks at the server
@@ -273,19 +269,19 @@ class EngineSession:
             await self._look()
             if self._end is None and number % _ADAPTER_LOOKS == 0 and not self.server.adapter:
                 with contextlib.suppress(TanghuluError):  # the next look shows what is wrong
-                    self._tell_adapters(await self._dialect.facts(self._client))
+                    self._context.on_adapters(self.server, (await served_models(self._client))[-1])
 
     async def _look(self) -> None:
         """Look at the server once for all concurrent callers; sets ``_end`` if it is gone."""
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._look_once())
+            self._looking = self._loop.create_task(self._look_once())
         await asyncio.shield(self._looking)
 
     async def _look_once(self) -> None:
         try:
-            await self._client.get(self._dialect.health_path, LOOK_DEADLINE_S)
-            page = await self._client.get("/metrics", LOOK_DEADLINE_S, optional=True)
-            figures = self._dialect.figures(samples_in(page.decode(errors="replace")))
+            await self._client.call(self._dialect.health_path, deadline_s=LOOK_DEADLINE_S)
+            page = await self._client.call("/metrics", deadline_s=LOOK_DEADLINE_S, optional=True)
+            figures = self._dialect.figures(page.decode(errors="replace"))
         except EngineGone as error:
             self._finish(error)
         except DeadlineExceeded:
@@ -307,18 +303,13 @@ class EngineSession:
         self._end = self._end or error
         self._wake.set()
 
-    def _tell_adapters(self, facts: ServerFacts) -> None:
-        if not self.server.adapter:
-            self._context.on_adapters(self.server, facts.adapters)
-
     # --- one request
 
     async def _serve(self, running: _Running) -> None:
         """Run the request to its end; any failure is its last output."""
         call = running.call
         try:
-            refuse_unoffered(call.request, self.server)
-            refuse_mid_grammar(call, self.server)
+            call.check(self.server)
             await self._stream(running)
         except TanghuluError as error:
             await self._fail(running, error)
@@ -328,9 +319,9 @@ class EngineSession:
 
     async def _stream(self, running: _Running) -> None:
         call = running.call
-        last: Piece | None = None
+        last: AnswerPiece | None = None
         cached: int | None = None
-        stream = self._dialect.stream(call)
+        stream = self._dialect.stream(self.server.id, call.request.sampling.num_logprobs or 0)
         events = self._client.events(
             self._dialect.generate_path, self._dialect.body(call), _headers(call), call.hand_over
         )
@@ -352,7 +343,7 @@ class EngineSession:
         else:
             self._deliver(running, last)
 
-    def _hand_over(self, running: _Running, last: Piece) -> None:
+    def _hand_over(self, running: _Running, last: AnswerPiece) -> None:
         """Report the prompt as ready; its one token is drawn again by the decode server, as in vLLM's own ways."""
         call, export_id = running.call, self._context.export(last.kv_transfer)
         if not export_id:
@@ -368,7 +359,7 @@ class EngineSession:
     def _imported(self, source: KvSource | None) -> dict[str, Any] | None:
         return self._context.exports.pop(source.export_id, None) if source is not None else None
 
-    def _deliver(self, running: _Running, piece: Piece) -> None:
+    def _deliver(self, running: _Running, piece: AnswerPiece) -> None:
         call = running.call
         if len(running.generated) + len(piece.tokens) > call.max_tokens or any(
             token >= self._known.card.vocab_size for token in piece.tokens
@@ -382,8 +373,8 @@ class EngineSession:
         cached = running.held_tokens if piece.cached_tokens is None else piece.cached_tokens
         output = Output(RequestId(call.name), piece.tokens, piece.finish, logprobs=piece.logprobs)
         output.cached_tokens = min(cached, len(call.request.prompt))
-        if piece.finish is FinishReason.STOP and piece.tokens:
-            output.stop_token = piece.tokens[-1]
+        if piece.finish is FinishReason.STOP and running.generated:
+            output.stop_token = running.generated[-1]
         if piece.finish is not None:
             self._assume(running)
             self._forget(running)
@@ -428,7 +419,7 @@ class EngineSession:
 
     def _welcome(self) -> SessionWelcome:
         held = tuple(self._known.names.held)
-        return SessionWelcome(self.server.id, 0, held, self._num_changes, self._book.load(), LOOK_S)
+        return SessionWelcome(self.server.id, 0, held, self._num_changes, self._book.load(), BEAT_S)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)

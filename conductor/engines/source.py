@@ -13,12 +13,16 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from msgspec import structs
 
-from tanghulu.conductor.engines.servers import EngineServer, distinct, read_servers
+from tanghulu.auth.cluster_secret import ClusterSecret
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.conductor.dispatch.worker_session import AnySession
+from tanghulu.conductor.engines.servers import EngineServer, distinct, parse_server, read_servers
+from tanghulu.conductor.engines.session import DIALECTS, EngineContext, EngineSession
 from tanghulu.discovery.base import WHOLE_REQUESTS, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.telemetry import RareLog
@@ -71,7 +75,7 @@ class EngineSource:
 
     def set_adapters(self, of: EngineServer, names: Sequence[str]) -> None:
         """Have the LoRA adapters ``names`` of a server appear as servers of their own."""
-        made = [replace(of, adapter=name, id=InstanceId(f"{of.id}/{name}")) for name in names]
+        made = [structs.replace(of, adapter=name, id=InstanceId(f"{of.id}/{name}")) for name in names]
         if of.id in self.servers and self._adapters.get(of.id, []) != made:
             self._adapters[of.id] = made
             self._publish()
@@ -144,3 +148,27 @@ class EngineSource:
         except OSError:
             return (0, 0, 0)
         return (found.st_mtime_ns, found.st_size, found.st_ino) if found is not None else (0, 0, 0)
+
+
+class Engines:
+    """Engine servers as workers. Only servers named by this conductor's own options are opened as such."""
+
+    def __init__(
+        self,
+        given: Sequence[str],
+        path: Path | None,
+        namespace: str,
+        place: Place,
+        secret: ClusterSecret,
+        tls: TlsFiles,
+    ) -> None:
+        """Parse the options. Raises ConfigError."""
+        self.source = EngineSource([parse_server(text) for text in given], path, namespace, place)
+        self._context = EngineContext(secret, tls, self.source.set_adapters)
+
+    def open(self, instance: Instance) -> AnySession | None:
+        """Return a session with the server that is ``instance``; None for a worker of ours."""
+        server = self.source.servers.get(instance.id)
+        if server is None:
+            return None
+        return EngineSession(server, DIALECTS[server.engine], self._context)

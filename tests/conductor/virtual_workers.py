@@ -113,6 +113,8 @@ class VirtualExport:
 class VirtualWorker:
     """A worker, of both roles if no other is named. The dispatcher takes it for a session."""
 
+    counts_late = False
+
     def __init__(
         self,
         name: str,
@@ -137,6 +139,9 @@ class VirtualWorker:
         self.registered.load.reset(self._load())
 
     # --- the session
+
+    def exactness(self, request) -> str:
+        return "by_worker"
 
     def submit(self, request, to, tokens, holder=None, moved=False) -> None:
         source, ahead = to.source, to.ahead

@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def fronts(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Make fronts: ``async with fronts(2) as front``. They look at their servers more often than in life."""
     monkeypatch.setattr(session, "LOOK_S", 0.02)
+    monkeypatch.setattr(session, "BEAT_S", 0.1)
     monkeypatch.setattr(source, "FILE_S", 0.02)
     monkeypatch.setattr(source, "LOOKUP_S", 0.05)
 

@@ -35,6 +35,8 @@ def write_model(folder: Path, template: str = TEMPLATE) -> Path:
 class FakeVllm:
     """One server; ``requests`` are the bodies of its completions, ``open_streams`` those not ended yet."""
 
+    engine, generate_path = "vllm", "/v1/completions"
+
     def __init__(self, folder: Path, script: str = "Hello, world! ", name: str = "tiny") -> None:
         self.folder, self.name = folder, name
         self.script = TOKENIZER.encode(script).ids
@@ -73,7 +75,7 @@ class FakeVllm:
 
     @property
     def flag(self) -> str:
-        return f"vllm={self.url}"
+        return f"{self.engine}={self.url}"
 
     def hold(self) -> None:
         self._permits = asyncio.Semaphore(0)
@@ -129,7 +131,7 @@ class FakeVllm:
         if self.silent:
             await asyncio.Event().wait()
         _, path, _ = line.split(" ")
-        if path == "/v1/completions":
+        if path == self.generate_path:
             self.headers.append(headers)
             watch = asyncio.ensure_future(reader.read(1))
             work = asyncio.ensure_future(self._complete(json.loads(body), writer))
@@ -188,8 +190,12 @@ class FakeVllm:
 
     # --- completions
 
+    def _as_completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
     async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.requests.append(body)
+        body = self._as_completion(body)
         async with self.changed:
             self.changed.notify_all()
         if self.status != 200:
@@ -241,24 +247,27 @@ class FakeVllm:
                 reason = "stop"
             if num == self.abort_at:
                 reason = "abort"
-            choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": [token], "finish_reason": reason}
-            if body.get("logprobs") is not None:
-                choice["logprobs"] = {
-                    "tokens": [f"token_id:{token}"],
-                    "token_logprobs": [-0.5],
-                    "top_logprobs": [{f"token_id:{token}": -0.5, "token_id:3": -1.5}],
-                }
-            self._event(writer, {"choices": [choice]})
+            self._event(writer, self._token_event(body, ids, num, reason, cached))
             await writer.drain()
             await asyncio.sleep(0)
             if reason:
                 self._keep(ids[:-1], body)
-                details = {"prompt_tokens_details": {"cached_tokens": cached}} if self.has_details else {}
-                self._event(writer, {"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), **details}})
+                if self.engine == "vllm":
+                    details = {"prompt_tokens_details": {"cached_tokens": cached}} if self.has_details else {}
+                    self._event(writer, {"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), **details}})
                 break
         self._chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+
+    def _token_event(
+        self, body: dict[str, Any], ids: list[int], num: int, reason: str | None, cached: int
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": ids[-1:], "finish_reason": reason}
+        if body.get("logprobs") is not None:
+            top = {f"token_id:{ids[-1]}": -0.5, "token_id:3": -1.5}
+            choice["logprobs"] = {"tokens": [f"token_id:{ids[-1]}"], "token_logprobs": [-0.5], "top_logprobs": [top]}
+        return {"choices": [choice]}
 
     def _event(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
         self._chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from tests.conductor.engines.fake_vllm import FakeVllm
-from tests.conductor.fake_worker import TOKENIZER
+from tests.conductor.engines.fake_vllm import FakeVllm, write_model
+from tests.conductor.fake_worker import TEMPLATE, TOKENIZER
 
 
 def expected(server: FakeVllm, prompt: list[int], num: int) -> str:
@@ -64,6 +64,7 @@ async def test_every_field_of_sampling_is_sent(fronts):
         assert (sent["logit_bias"], sent["presence_penalty"], sent["stop_token_ids"]) == ({"5": 2.0}, 0.5, [9])
         assert (sent["min_tokens"], sent["logprobs"], sent["frequency_penalty"]) == (2, 1, 0.0)
         assert answer["choices"][0]["logprobs"]["token_logprobs"][0] == -0.5
+        assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 1
 
 
 async def test_end_of_text_is_not_text(fronts, folder):
@@ -75,7 +76,7 @@ async def test_end_of_text_is_not_text(fronts, folder):
         assert "<|" not in text_of(answer)
 
 
-@pytest.mark.parametrize("trouble", ["die", "refuse", "cut_at", "error_at", "nonsense_at", "abort_at"])
+@pytest.mark.parametrize("trouble", ["die", "refuse", "health", "cut_at", "error_at", "nonsense_at", "abort_at"])
 async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
     async with fronts(2) as front:
         await front.up()
@@ -95,6 +96,8 @@ async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
             await first.die()
         elif trouble == "refuse":
             first.refuse()
+        elif trouble == "health":
+            first.health = 503
         else:
             setattr(first, trouble, 6 if trouble == "abort_at" else 5)
             first.step(2)
@@ -106,6 +109,8 @@ async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
         assert continued["prompt"] == sent["prompt"] + continued["prompt"][len(sent["prompt"]) :]
         assert continued["max_tokens"] == 12 - (len(continued["prompt"]) - len(sent["prompt"]))
         assert front.cluster.migrations("ongoing_request", "resumed") == 1
+        labels = {"model": "tiny", "kind": "ongoing_request", "exactness": "same_model", "outcome": "resumed"}
+        assert front.cluster.conductor.service.metrics.get_sample_value("tanghulu_migrations_total", labels) == 1
 
 
 async def test_client_that_leaves_ends_the_request(fronts):
@@ -117,6 +122,17 @@ async def test_client_that_leaves_ends_the_request(fronts):
         await front.cluster.until(lambda: server.open_streams)
         asking.cancel()
         await front.cluster.until(lambda: not server.open_streams)
+
+
+async def test_server_without_metrics_is_used(fronts, folder):
+    server = FakeVllm(folder)
+    server.metrics_on = False
+    async with fronts(servers=[server]) as front:
+        await front.up()
+        server.has_details = False
+        assert (await front.complete())["status"] == 200
+        again = await front.complete("the rain in Spain stays mainly in the plain")
+        assert again["usage"]["completion_tokens"] == 12
 
 
 async def test_full_server_is_left_for_another(fronts):
@@ -174,6 +190,13 @@ async def test_wrong_tokens_reject_the_server(fronts):
         assert not workers[name].usable
         assert "from token" in workers[name].last_error
         server.more_ids = []
+        await front.up()
+
+
+async def test_template_that_refuses_system_messages(fronts, folder):
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    write_model(folder, refusal + TEMPLATE)
+    async with fronts() as front:
         await front.up()
 
 
