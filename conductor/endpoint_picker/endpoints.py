@@ -15,9 +15,9 @@ from typing import Any, Final
 import structlog
 
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
+from tanghulu.conductor.engines.dialect import reached
 from tanghulu.conductor.engines.events import EventSource
 from tanghulu.conductor.engines.servers import EngineServer
-from tanghulu.conductor.engines.vllm import reached
 from tanghulu.conductor.pool_router.relaying import UNREACHABLE, RelayClient
 from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.runtime.tasks import cancelled
