@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from tanghulu.conductor.endpoint_picker import picker as endpoint_picker
 from tests.conductor.endpoint_picker.envoy import gateway
 from tests.conductor.endpoint_picker.rig import chat, engine, picker, until
 from tests.free_ports import free_port
+from tests.store.cluster import Process
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +123,20 @@ async def test_a_client_that_leaves_frees_its_load(tmp_path: Path):
         async with http.stream("POST", "/v1/chat/completions", content=chat("hello")):
             assert server.service.num_requests == 1
         await until(lambda: server.service.num_requests == 0)
+
+
+async def test_the_command(tmp_path: Path):
+    port, health_port = free_port(), free_port()
+    async with engine() as made:
+        flags = ("--endpoints", made.address, "--port", str(port), "--health-port", str(health_port))
+        process = await asyncio.to_thread(Process, "tanghulu.conductor.endpoint_picker.main", *flags)
+        try:
+            async with gateway(tmp_path, f"127.0.0.1:{port}", [made.address]) as http:
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{health_port}") as channel:
+                    watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+                    while await watch.read() != b"\x08\x01":
+                        pass
+                answer = await http.post("/v1/chat/completions", content=chat("hello"))
+                assert (answer.status_code, answer.headers["x-picked"]) == (200, made.address)
+        finally:
+            await asyncio.to_thread(process.stop)
