@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import psutil
 
 from benchmarks.common import report
 from tanghulu.conductor.endpoint_picker.ext_proc import PICKED, SERVICE
@@ -131,10 +132,12 @@ def main() -> None:
     with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as picker:
         try:
             picks, probes = asyncio.run(load(options.rate, options.seconds, options.seed))
+            times = psutil.Process(picker.pid).cpu_times()
         finally:
             picker.terminate()
     case = "tokenised" if options.model else "as text"
-    rows = [row(case, picks), row("probe", probes)]
+    cpu_ms = 1e3 * (times.user + times.system) / len(picks)  # with its start, a second
+    rows = [row(case, picks) | {"cpu_ms": cpu_ms}, row("probe", probes)]
     for each in rows:
         print({key: round(value, 2) if isinstance(value, float) else value for key, value in each.items()})
     report.keep(f"endpoint_picks_{case.replace(' ', '_')}", rows, seed=options.seed, rate=options.rate)
