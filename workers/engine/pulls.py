@@ -89,7 +89,7 @@ class Pulls:
         if pull.is_wanted:
             pull.there += came
         else:
-            self._pool.release(came, used=False)
+            self._pool.release(came, used=False, copied=True)
 
     def done(self, name: RequestId) -> None:
         """Give back blocks that have not arrived: the transfer has ended, complete or not."""
@@ -108,7 +108,7 @@ class Pulls:
         pull.ending.set()
         if not pull.is_transferring:
             del self._pulls[name]
-        self._pool.release(pull.there, used=False)
+        self._pool.release(pull.there, used=False, copied=True)
         pull.there, pull.is_wanted = [], False
         return True
 

@@ -380,7 +380,7 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _give_back_blocks(self, request: EngineRequest) -> None:
-        self.pool.release(request.block_ids)
+        self.pool.release(request.block_ids, copied=request.handed_over)
         request.block_ids = []
         request.num_computed = 0
         request.num_committed_blocks = 0
