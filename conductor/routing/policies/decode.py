@@ -11,8 +11,9 @@ few prompts are computed, and prompts where few answers run (`ttft_min`): worker
 far as the load requires. Example, per token: A decodes 40 sequences in 33 ms and spends half of its time on prompts,
 5/6 of 49 ms more: a gap of 74 ms. B decodes 60 in 40 ms and computes no prompts: B.
 
-An answer prefilled elsewhere stalls once while its KV moves, MOVE_WEIGHT times, and its copy displaces cached blocks
-while it runs: it is charged the computing that these saved, COPY_WEIGHT times, as far as it crowds the cache.
+An answer prefilled elsewhere stalls once, while its KV moves and until the next step there, which counts MOVE_WEIGHT
+times; and its copy displaces cached blocks while it runs: it is charged the computing that these saved, COPY_WEIGHT
+times, as far as it crowds the cache.
 """
 
 from __future__ import annotations
@@ -140,12 +141,15 @@ def costs_before_move(request: RequestView, able: Sequence[WorkerView]) -> list[
 
 
 def _move_cost_s(request: RequestView, worker: WorkerView, num_blocks: int) -> float:
-    """Return the cost of moving ``num_blocks`` to ``worker``, and of the cached blocks that they displace there."""
+    """Return the cost of moving ``num_blocks`` to ``worker``, and of the cached blocks that they displace there.
+
+    On average half a step passes until the answer joins.
+    """
     move_s = _move_s(request, num_blocks, _move_bytes_per_s(request, worker))
     if not worker.can_prefill:
         return move_s
     displaced_s = worker.crowding(num_blocks) * worker.prefill_s(request, worker.hit_blocks)
-    return MOVE_WEIGHT * move_s + COPY_WEIGHT * displaced_s
+    return MOVE_WEIGHT * (move_s + worker.gap_s / 2) + COPY_WEIGHT * displaced_s
 
 
 def place_of_least_cost(request: RequestView, able: Ranked, prefill: WorkerView | None, ties: Ties) -> int:

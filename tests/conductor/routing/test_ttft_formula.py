@@ -78,7 +78,7 @@ def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerVi
         if missing > 0:
             hit = other.hit_blocks * request.block_tokens
             crowding = _crowding(other, num_blocks - other.hit_blocks)
-            move_s += 7 * crowding * max(1, request.num_tokens - hit) * _token_s(other)
+            move_s += 3 * _gap_s(other) / 2 + 7 * crowding * max(1, request.num_tokens - hit) * _token_s(other)
         ways.append(_answer_s(other) + _seat_s(other) + (move_s if other.id != w.id else math.inf))
     return delay_s + _seat_s(w) + min(ways)
 
