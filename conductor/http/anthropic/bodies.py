@@ -82,8 +82,7 @@ class TextBlock(_Cacheable):
     def _complete(self) -> Self:
         if self.type not in self.kinds:
             raise ValueError(f"blocks of type {self.type[:64]!r} are not supported here; send {', '.join(self.kinds)}")
-        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
-        if missing:
+        if any(getattr(self, name) is None for name in _REQUIRED[self.type]):
             raise ValueError(f"a block of type {self.type} requires the fields {', '.join(_REQUIRED[self.type])}")
         if self.cache_control is not None and ("thinking" in self.type or self.text == ""):
             raise ValueError("cache_control is not allowed on thinking and on empty text; set it on another block")

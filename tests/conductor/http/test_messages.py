@@ -276,7 +276,7 @@ class TestPrompt:
             raw = await client.messages.with_raw_response.create(**BODY, extra_headers={"x-request-id": "mine"})
             assert raw.headers["request-id"] == raw.headers["x-request-id"] == "mine"
             assert "warning" not in raw.headers
-            assert cluster.workers[0].submits
+            assert cluster.workers[0].submits[-1].client.startswith("key "), "x-api-key names the sender, too"
 
 
 class TestTools:
