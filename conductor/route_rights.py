@@ -18,6 +18,7 @@ _MODELS: Final = (
 )
 _INFERENCE: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/{response_id}", "/generate"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/abort_request", "/tokenize", "/detokenize", "/route"),
 )
 #: FastAPI's pages on a router.

@@ -13,6 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+from tanghulu.conductor.http.anthropic.bodies import (
+    JsonFormat,
+    MessagesBody,
+    Metadata,
+    OutputConfig,
+    ThinkingConfig,
+    ToolChoice,
+)
 from tanghulu.conductor.http.responses.bodies import FormatOfText, ReasoningOptions, ResponsesBody, TextOptions
 from tanghulu.conductor.inference import grammars, schema
 from tanghulu.conductor.inference.body import IGNORED, UNSUPPORTED, Body
@@ -23,6 +31,7 @@ BODIES: Final[dict[type[Body], str]] = {
     schema.ChatBody: "chat",
     schema.CompletionBody: "completions",
     ResponsesBody: "responses",
+    MessagesBody: "messages",
     schema.GenerateBody: "/generate",
     schema.SGLangSampling: "sampling_params",
     schema.StreamOptions: "stream_options",
@@ -32,6 +41,11 @@ BODIES: Final[dict[type[Body], str]] = {
     TextOptions: "responses' text",
     FormatOfText: "responses' text.format",
     ReasoningOptions: "responses' reasoning",
+    ToolChoice: "messages' tool_choice",
+    ThinkingConfig: "messages' thinking",
+    OutputConfig: "messages' output_config",
+    JsonFormat: "messages' output_config.format",
+    Metadata: "messages' metadata",
 }
 
 #: A higher bound is that of the number's own type.

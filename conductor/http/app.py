@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import HTMLResponse
 
 from tanghulu.conductor.http import admin_api, openai_api, openapi_document, sglang_api
+from tanghulu.conductor.http.anthropic import answering as messages_api
 from tanghulu.conductor.http.responses import routes as responses_api
 from tanghulu.conductor.inference.service import Service
 from tanghulu.version import __version__
@@ -34,7 +35,8 @@ _ABSENT: Final = {
     ("/v1/files", "/v1/uploads", "/v1/batches"): "files are not kept; send texts in the request",
     ("/v1/fine_tuning", "/update_weights_from_disk"): "the models of workers do not change; start others",
     ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"): "adapters are not served; start workers with a merged model",
-    ("/v1/messages", "/v1/realtime", "/api/chat"): "this API is not served; use /v1/chat/completions",
+    ("/v1/messages",): "of the Messages API there are POST /v1/messages and POST /v1/messages/count_tokens",
+    ("/v1/realtime", "/api/chat"): "this API is not served; use /v1/chat/completions",
     ("/api/generate",): "this API is not served; use /v1/completions",
     ("/api/tags",): "this API is not served; use /v1/models",
     ("/start_profile",): "use --trace of a worker",
@@ -46,7 +48,7 @@ def make_app(service: Service) -> DirectRoutes:
     app = FastAPI(
         title="tanghulu conductor", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
     )
-    routers = [each.router(service) for each in (openai_api, responses_api, sglang_api, admin_api)]
+    routers = [each.router(service) for each in (openai_api, responses_api, messages_api, sglang_api, admin_api)]
     for router in routers:
         app.include_router(router)
     for path in ("/", "/docs"):

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tanghulu.auth.key_limits import RATE_HEADERS
 from tanghulu.conductor.stories.origin import Trace, trace_of
-from tanghulu.web.server import request_id_of
+from tanghulu.web.server import id_headers, request_id_of
 
 _log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class Envelope:
                 allow_origins=cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "traceresponse", "warning", "retry-after", *RATE_HEADERS],
+                expose_headers=["x-request-id", "request-id", "traceresponse", "warning", "retry-after", *RATE_HEADERS],
                 max_age=3600,
             )
 
@@ -70,7 +70,7 @@ class Envelope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (_HEADER, request_id.encode())]
+                headers = [*message.get("headers", ()), *id_headers(scope, request_id)]
                 headers.append((b"traceresponse", trace.header.encode()))
                 if "warning" in state:
                     headers.append((b"warning", state["warning"].encode()))

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from tanghulu.conductor.http.anthropic.bodies import CountTokensBody, MessagesBody
 from tanghulu.conductor.http.responses.bodies import ResponsesBody
 from tanghulu.conductor.inference.body import Body
 from tanghulu.conductor.inference.schema import (
@@ -21,18 +22,21 @@ from tanghulu.conductor.inference.schema import (
 )
 from tanghulu.conductor.route_rights import CONDUCTOR
 from tanghulu.web.access import Need
+from tanghulu.web.errors import is_anthropic
 
 #: Body of each route that has one.
 BODIES: Final[Mapping[str, type[Body]]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
     "/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/abort_request": AbortBody,
 }
-STREAMS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
+STREAMS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 _OF_BODIES: Final = {
     "408": "The body came too slowly",
     "413": "The body is too long",
@@ -50,24 +54,24 @@ _OF_ALL: Final = {
     "504": "It took longer than it may",
 }
 _OF_GENERATION: Final = {"422": "Several workers in a row died under the request; it is not tried again"}
+_OF_MESSAGES: Final = {"529": "The queue of the conductor is full; Retry-After says when to come back"}
 #: Answers other than JSON.
 _TEXTS: Final = {"/metrics": "text/plain"}
-_ERROR: Final = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code", "param"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "code": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+_TEXT: Final = {"type": "string"}
+_TEXT_OR_NULL: Final = {"type": ["string", "null"]}
+
+
+def _object(**fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has all of ``fields``."""
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+_ERROR: Final = _object(error=_object(message=_TEXT, type=_TEXT, code=_TEXT, param=_TEXT_OR_NULL))
+_ANTHROPIC_ERROR: Final = _object(
+    type={"const": "error"},
+    error=_object(type=_TEXT, message=_TEXT, details=_object(error_code=_TEXT)),
+    request_id=_TEXT_OR_NULL,
+)
 
 
 def install(app: FastAPI) -> None:
@@ -89,7 +93,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     _, definitions = models_json_schema(wanted, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas.clear()
     schemas.update(definitions["$defs"])
-    schemas["Error"] = _ERROR
+    schemas.update(Error=_ERROR, AnthropicError=_ANTHROPIC_ERROR)
     for path, operations in document["paths"].items():
         for operation in operations.values():
             _complete(path, operation)
@@ -101,11 +105,12 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     responses.pop("422", None)  # FastAPI's default status; here it is 400
     body = BODIES.get(path)
     errors = _OF_ALL | _OF_BODIES if body is not None or path == "/route" else _OF_ALL
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    shape = "AnthropicError" if is_anthropic({"path": path}) else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     if CONDUCTOR.of(path) is Need.INFERENCE:
         errors = errors | _OF_INFERENCE
     if path in STREAMS:
-        errors = errors | _OF_GENERATION
+        errors = errors | _OF_GENERATION | (_OF_MESSAGES if is_anthropic({"path": path}) else {})
     for status, text in errors.items():
         responses.setdefault(status, {"description": text, "content": content})
     if body is not None:

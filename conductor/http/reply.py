@@ -12,7 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -31,7 +31,16 @@ from tanghulu.conductor.stories.origin import Origin, sender_of
 from tanghulu.conductor.text.preparing import INLINE_BYTES, in_thread, made_ready
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.web.bodies import DEADLINE_S, STALL_S, IncomingBody, pieces
-from tanghulu.web.errors import BadField, WrongContentType, body_of, from_validation, log_failure, status_of
+from tanghulu.web.errors import (
+    BadField,
+    WrongContentType,
+    anthropic_body,
+    body_of,
+    from_validation,
+    is_anthropic,
+    log_failure,
+    status_of,
+)
 
 #: Names of the prompt in the code shared by all APIs.
 _PROMPT_FIELDS = ("prompt", "messages")
@@ -93,9 +102,8 @@ def note_sender(body: RoutedBody, request: Request) -> None:
 
 
 def _sender(request: Request) -> str:
-    return sender_of(
-        request.headers.get("authorization", ""), request.client.host if request.client is not None else ""
-    )
+    shown = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+    return sender_of(shown, request.client.host if request.client is not None else "")
 
 
 def check_content_type(request: Request) -> None:
@@ -215,6 +223,16 @@ class _Watched(Response, ABC):
 def last_events(error: TanghuluError, **beside: Any) -> bytes:
     """Return the end of a stream cut short by ``error``; ``beside`` has the ends of the unfinished sequences."""
     return event(dumps({**body_of(error), **beside})) + DONE
+
+
+def named_event(payload: Mapping[str, Any]) -> bytes:
+    """Format one server-sent event with its type as its name."""
+    return f"event: {payload['type']}\n".encode() + event(dumps(payload))
+
+
+def stream_error(error: TanghuluError, scope: Scope) -> bytes:
+    """Return the end of a stream cut short by ``error``, in the shape of the API of the route."""
+    return named_event(anthropic_body(error, scope)) if is_anthropic(scope) else last_events(error)
 
 
 class StreamedAnswer(Protocol):

@@ -38,6 +38,8 @@ UNSUPPORTED: Final = {
     "session_params": "prompts are not kept; send the whole, its prefix is cached",
     "background": "an answer is not computed for later; leave it out",
     "echo": "only /v1/completions repeats its prompt",
+    "mcp_servers": "no other server is called; describe its functions in tools",
+    "container": "no code is run; describe functions in tools",
     "truncation": "nothing is left out of an input; shorten it",
     "suffix": "text is only written behind the prompt",
     "web_search_options": "nothing is searched; give what was found in messages",
@@ -58,7 +60,7 @@ IGNORED: Final = frozenset(
     prompt_cache_retention prompt_cache_options routing_key conversation_id no_logs log_metrics custom_labels
     external_trace_header received_time separate_reasoning stream_reasoning include_reasoning include_obfuscation
     stream_interval spaces_between_special_tokens guided_decoding_backend disable_fallback disable_any_whitespace
-    disable_additional_properties return_cached_tokens_details
+    disable_additional_properties return_cached_tokens_details diagnostics inference_geo speed user_profile_id
     """.split()  # noqa: SIM905
 )
 #: Values requesting the default behaviour, besides null, false and empty values.

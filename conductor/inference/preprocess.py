@@ -96,15 +96,20 @@ class _Wanted:
     logprob_token_ids: tuple[int, ...] = ()
 
 
-async def parse_chat(body: ChatBody, model: ServedModel, parsers: ParserNames) -> ParsedRequest:
-    """Build the sequences of a chat completion."""
+async def parse_chat(
+    body: ChatBody, model: ServedModel, parsers: ParserNames, within_context: bool = False
+) -> ParsedRequest:
+    """Build the sequences of a chat completion; ``within_context`` lowers its limit of tokens to the room for them."""
     form = form_of(model.card.chat_template, parsers)
     shown = await made_ready(body.is_large, _shown, body, model, form)
     text = await model.render_chat(shown.messages, shown.variables)
     prompt = await model.encode(text, body.add_special_tokens, body.salt)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     scoring = _scoring(body.prompt_logprobs)
-    wanted = _Wanted(body, body.max_completion_tokens or body.max_tokens, num_logprobs, scoring)
+    most = body.max_completion_tokens or body.max_tokens
+    if within_context and most is not None:
+        most = _within_context(prompt, most, model)
+    wanted = _Wanted(body, most, num_logprobs, scoring)
     parsed = await _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
     return await made_ready(body.is_large, _with_calls, parsed, shown.calls, shown.schema, form, is_open(text))
 
@@ -179,13 +184,13 @@ async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRe
     scoring = _scoring(body.logprobs if body.echo else None, body.prompt_logprobs)
     wanted = []
     for prompt in prompts:
-        max_tokens = _default_tokens(prompt, most, model) if body.max_tokens is None else most
+        max_tokens = _within_context(prompt, most, model) if body.max_tokens is None else most
         wanted.append(_Wanted(body, max_tokens, body.logprobs, scoring))
     return await _parsed(model, prompts, wanted, body)
 
 
-def _default_tokens(prompt: Tokens, num_tokens: int, model: ServedModel) -> int:
-    """Return ``num_tokens``, an API's default, or the rest of the context if that is shorter."""
+def _within_context(prompt: Tokens, num_tokens: int, model: ServedModel) -> int:
+    """Return ``num_tokens``, or the rest of the context if that is shorter."""
     return max(min(num_tokens, model.card.context_length - len(prompt)), 1)
 
 
@@ -223,7 +228,7 @@ async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedReques
         scoring = PromptScoring(start + 1, num_logprobs or 0) if scores else None
         most = sampling.max_new_tokens
         if most is not None and "max_new_tokens" not in sampling.model_fields_set:
-            most = _default_tokens(prompt, most, model)
+            most = _within_context(prompt, most, model)
         wanted.append(_Wanted(fields, most, num_logprobs, scoring, asked))
     return await _parsed(model, prompts, wanted, body)
 

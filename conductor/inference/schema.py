@@ -6,9 +6,10 @@ Independent of models and tokens.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from tanghulu.auth.api_keys import ApiKey
 from tanghulu.conductor.inference.body import Body, Name
@@ -33,6 +34,7 @@ from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_
 from tanghulu.hashing import joined
 from tanghulu.session.sampling import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
 from tanghulu.types import InstanceId
+from tanghulu.web.errors import BadField, from_validation
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
@@ -71,6 +73,9 @@ def _few_prompts(value: Any) -> Any:
 #: A single text stands for a list of one.
 _ONE_OR_MORE = BeforeValidator(_as_list, json_schema_input_type=str | list[str])
 
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=_UINT32)]
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), _ONE_OR_MORE]
@@ -93,11 +98,11 @@ Prompts = Annotated[str | Texts | TokenIds | TokenIdLists, BeforeValidator(_few_
 class SamplingFields(Body):
     """Sampling and stopping, under the names shared by OpenAI, vLLM and SGLang."""
 
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     """Default: the model's own, else 1."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     """Default: the model's own, else 1."""
-    top_k: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
+    top_k: TopK | None = None
     """Default: the model's own, else off; -1 and 0 disable it."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Default: the model's own, else 0."""
@@ -496,6 +501,25 @@ class GenerateBody(RoutedBody):
         given = self.token_ids_logprob or []
         own = given[prompt] if given and isinstance(given[0], list) else given
         return tuple(own) if self.num_logprobs_of(prompt) is not None else ()
+
+
+C = TypeVar("C", bound=ChatPrompt)
+
+
+def translated(to: type[C], body: Body, fields: Mapping[str, Any], names: Mapping[str, str]) -> C:
+    """Return the chat requested by ``body``, of another API: ``fields`` that are not None, and those both APIs share.
+
+    ``names`` are the names of a chat's fields in ``body``, for errors. Raises BadField for anything a chat refuses.
+    """
+    shared = body.model_dump(include=set(RoutedBody.model_fields), exclude_none=True)
+    try:
+        chat = to.model_validate(shared | {name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        fault = from_validation(error)
+        raise BadField(fault.message, names.get(fault.param or "", fault.param)) from None
+    if body.is_large:
+        chat.set_large()
+    return chat
 
 
 _A_PROMPT_EACH = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")

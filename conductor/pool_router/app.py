@@ -18,11 +18,12 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.version import __version__
 from tanghulu.web import errors
 from tanghulu.web.routes import add_metrics
-from tanghulu.web.server import request_id_of
+from tanghulu.web.server import id_headers, request_id_of
 
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 _ABOUT = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
-_ANY = (*(("GET", path) for path in _ABOUT), ("POST", "/tokenize"), ("POST", "/detokenize"))
+_COUNTING = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+_ANY = (*(("GET", path) for path in _ABOUT), *(("POST", path) for path in _COUNTING))
 _HEADER: Final = b"x-request-id"
 
 
@@ -44,8 +45,9 @@ class RequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != _HEADER]
-                message = {**message, "headers": [*headers, (_HEADER, request_id.encode())]}
+                ids = id_headers(scope, request_id)
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() not in dict(ids)]
+                message = {**message, "headers": [*headers, *ids]}
             await send(message)
 
         await self._app(named, receive, send_named)

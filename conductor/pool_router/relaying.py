@@ -24,11 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
-from tanghulu.conductor.http.reply import DONE, disconnected, dumps, event
+from tanghulu.conductor.http.reply import disconnected, stream_error
 from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.sockets import SILENT_HOST_S, dead_peer_options
 from tanghulu.runtime.tasks import cancelled
-from tanghulu.web.errors import body_of
 
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -39,7 +38,7 @@ SILENCE_S = 10.0
 #: Errors of requests to a server that is unreachable or has an invalid address.
 UNREACHABLE = (httpx.HTTPError, httpx.InvalidURL)
 #: A server that answers with one of these has not begun: the request may go to another.
-TRY_ELSEWHERE = (429, 502, 503)
+TRY_ELSEWHERE = (429, 502, 503, 529)
 #: Hop-by-hop headers, which the next hop sets itself.
 _OF_ONE_HOP = frozenset(("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"))
 _OF_REQUESTS = _OF_ONE_HOP | {"accept-encoding", "content-length", "host"}
@@ -161,7 +160,7 @@ class Relay(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(disconnected(receive))
-        work = asyncio.create_task(self._work(send))
+        work = asyncio.create_task(self._work(scope, send))
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -171,7 +170,7 @@ class Relay(Response):
         if not work.cancelled():
             work.result()
 
-    async def _work(self, send: Send) -> None:
+    async def _work(self, scope: Scope, send: Send) -> None:
         answer = self._answer = await self._answering
         head = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
         await send({"type": "http.response.start", "status": answer.status, "headers": head})
@@ -181,7 +180,7 @@ class Relay(Response):
         except NodeUnavailable as error:
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 raise
-            last = event(dumps(body_of(error))) + DONE
+            last = stream_error(error, scope)
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

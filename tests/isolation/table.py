@@ -265,6 +265,8 @@ _INFERENCE: _Http = {
     ),
     ("GET", "/v1/responses/{response_id}"): (_O, "response", "/v1/responses/{target}", None),
     ("DELETE", "/v1/responses/{response_id}"): (_O, "response", "/v1/responses/{target}", None),
+    ("POST", "/v1/messages"): (_I, "", "/v1/messages", _CHAT),
+    ("POST", "/v1/messages/count_tokens"): (_I, "", "/v1/messages/count_tokens", {"messages": _CHAT["messages"]}),
     ("POST", "/generate"): (_I, "", "/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 2}}),
     ("POST", "/abort_request"): (_O, "request", "/abort_request", {"rid": "{target}"}),
     ("POST", "/tokenize"): (_I, "", "/tokenize", {"prompt": "hello"}),

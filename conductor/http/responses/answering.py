@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
-from tanghulu.conductor.http.reply import dumps, last_events
+from tanghulu.conductor.http.reply import last_events, named_event
 from tanghulu.conductor.http.responses.bodies import InputItem, ResponsesBody, messages_of
 from tanghulu.conductor.inference.generation import GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import ParsedRequest
@@ -220,7 +220,7 @@ class ResponseReader:
         piece = b""
         for name, payload in named:
             shown = {"type": name, "sequence_number": self._num_events, **payload}
-            piece += f"event: {name}\ndata: {dumps(shown)}\n\n".encode()
+            piece += named_event(shown)
             self._num_events += 1
         return piece
 

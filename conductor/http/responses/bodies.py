@@ -17,7 +17,10 @@ from tanghulu.conductor.inference.schema import (
     ChatBody,
     NumTokens,
     RoutedBody,
+    Temperature,
+    TopP,
     at_most,
+    translated,
 )
 from tanghulu.session.sampling import MAX_LOGPROBS
 from tanghulu.web.errors import BadField
@@ -112,9 +115,9 @@ class ResponsesBody(RoutedBody):
     """A system message placed first; not kept for the next turn."""
     max_output_tokens: NumTokens | None = None
     """Default: up to the end of the context."""
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Temperature | None = None
     """Default: the model's own, else 1."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     """Default: the model's own, else 1."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Number of likely tokens listed for each token."""
@@ -158,7 +161,7 @@ class ResponsesBody(RoutedBody):
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatBody:
-        """Build the chat of ``messages`` requested by this body. Raises ValidationError for anything a chat refuses."""
+        """Build the chat of ``messages`` requested by this body. Raises BadField for anything a chat refuses."""
         given: dict[str, Any] = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
@@ -172,10 +175,8 @@ class ResponsesBody(RoutedBody):
             "response_format": self._format_for_chat(),
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
         }
-        routed = self.model_dump(include=set(RoutedBody.model_fields), exclude_none=True)
-        chat = ChatBody.model_validate(routed | {name: value for name, value in given.items() if value is not None})
-        chat.came_from(self._sender)
-        if self.is_large or self.previous_response_id is not None:
+        chat = translated(ChatBody, self, given, _NAMES)
+        if self.previous_response_id is not None:
             chat.set_large()
         return chat
 
@@ -185,6 +186,10 @@ class ResponsesBody(RoutedBody):
             return {"type": form.type} if form is not None else None
         schema = {"name": form.name, "strict": form.strict, "schema": form.schema_ or {}}
         return {"type": "json_schema", "json_schema": schema}
+
+
+#: A chat's names for fields that have another name in a response.
+_NAMES = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
 
 
 def _choice_for_chat(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

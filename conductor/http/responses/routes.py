@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, note_sender, reading
@@ -20,7 +19,7 @@ from tanghulu.conductor.inference.preprocess import parse_chat
 from tanghulu.conductor.inference.schema import ChatBody
 from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.text.preparing import made_ready
-from tanghulu.web.errors import BadField, ResponseNotFound, from_validation
+from tanghulu.web.errors import BadField, ResponseNotFound
 
 #: Total size of all kept responses, as JSON.
 MAX_KEPT_BYTES: Final = 64 << 20
@@ -140,18 +139,10 @@ def _earlier(kept: KeptResponses, body: ResponsesBody, owner: str) -> list[dict[
     return found.messages
 
 
-#: A chat's names for fields that have another name in a response.
-_NAMES = {"messages": "input", "response_format": "text", "reasoning_effort": "reasoning"}
-
-
 def _chat(body: ResponsesBody, earlier: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatBody]:
     """Return the conversation extended by ``body``, and the chat to run."""
     conversation = [*earlier, *messages_of(body.input)]
-    try:
-        return conversation, body.chat(with_instructions(body.instructions, conversation))
-    except ValidationError as error:
-        fault = from_validation(error)
-        raise BadField(fault.message, _NAMES.get(fault.param or "", fault.param)) from None
+    return conversation, body.chat(with_instructions(body.instructions, conversation))
 
 
 def _owner(request: Request) -> str:

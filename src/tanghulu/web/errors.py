@@ -1,5 +1,8 @@
 """Typed errors as HTTP answers, in OpenAI's shape: {"error": {"message", "type", "code", "param"}}.
 
+Answers on the paths of Anthropic's Messages API have its shape instead, whatever part of the process refuses the
+request: {"type": "error", "error": {"type", "message", "details": {"error_code"}}, "request_id"}.
+
 The only place with the HTTP statuses of errors.
 """
 
@@ -8,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from fastapi import FastAPI, Request
@@ -66,6 +69,11 @@ _TYPES = {
     403: "permission_error",
     503: "service_unavailable_error",
 }
+#: Root of the paths whose errors have Anthropic's shape, the types there by status, and its status of a full queue.
+ANTHROPIC: Final = "/v1/messages"
+_ANTHROPIC_TYPES = _TYPES | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_TYPES |= {529: "overloaded_error", REQUEST_TIMEOUT: "timeout_error", 504: "timeout_error"}
+_QUEUE_FULL = 529
 #: Errors after which a client may retry later.
 _COME_BACK = (429, 503)
 #: Rejections that reflect the load, and not only one request.
@@ -191,13 +199,47 @@ def _body(status: int, message: str, code: str, param: str | None = None) -> dic
     return {"error": {"message": message, "type": kind, "code": code, "param": param}}
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for Anthropic's Messages API, whose errors and headers differ."""
+    return bool(scope["path"] == ANTHROPIC or scope["path"].startswith(f"{ANTHROPIC}/"))
+
+
+def anthropic_body(error: TanghuluError, scope: Scope) -> dict[str, Any]:
+    """Return the JSON body of a typed error in Anthropic's shape."""
+    return _in_anthropic_shape(status_of(error), body_of(error)["error"], scope)[1]
+
+
+def _in_anthropic_shape(status: int, shown: Mapping[str, Any], scope: Scope) -> tuple[int, dict[str, Any]]:
+    """Return status and body for an error ``shown`` in OpenAI's shape."""
+    if shown["code"] == "overloaded":
+        status = _QUEUE_FULL
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": shown["message"], "details": {"error_code": shown["code"]}}
+    return status, {"type": "error", "error": error, "request_id": scope.get("state", {}).get("x_request_id")}
+
+
+class _ErrorAnswer(JSONResponse):
+    """An error in OpenAI's shape; sent in Anthropic's on its paths."""
+
+    def __init__(self, body: Mapping[str, Any], status: int, headers: Mapping[str, str]) -> None:
+        self._shown = body["error"]
+        super().__init__(body, status, headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if is_anthropic(scope):
+            self.status_code, body = _in_anthropic_shape(self.status_code, self._shown, scope)
+            self.body = self.render(body)
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def _answer(
     status: int, body: dict[str, Any], retry_after_s: int = 1, headers: Mapping[str, str] = MappingProxyType({})
 ) -> JSONResponse:
     fields = {"www-authenticate": _CHALLENGE.get(status), "connection": _CONNECTION.get(status), **headers}
     if status in _COME_BACK:
         fields["retry-after"] = str(retry_after_s)
-    return JSONResponse(body, status, headers={name: value for name, value in fields.items() if value})
+    return _ErrorAnswer(body, status, {name: value for name, value in fields.items() if value})
 
 
 def answer_to(error: TanghuluError, retry_after_s: int = 1) -> JSONResponse:

@@ -35,7 +35,7 @@ from tanghulu.runtime.tasks import accept_no_more, beside
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 from tanghulu.web.access import HttpAuthorizer, OwnSite, RouteRights, listed
-from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, status_of
+from tanghulu.web.errors import HeaderTooLarge, TooManyConnections, answer_to, is_anthropic, status_of
 
 _log = structlog.get_logger(__name__)
 _BACKLOG = 2048
@@ -61,6 +61,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
 def request_id_of(given: Sequence[str]) -> str:
     """Return the client's first id for the request that is valid in a header and a log; else a new one."""
     return next((each for each in given if _REQUEST_ID.fullmatch(each)), "") or uuid.uuid4().hex
+
+
+def id_headers(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
+    """Return the fields of an answer that report its request's id; Anthropic's clients look for ``request-id``."""
+    names = (b"x-request-id", b"request-id") if is_anthropic(scope) else (b"x-request-id",)
+    return [(name, request_id.encode()) for name in names]
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:

@@ -18,6 +18,7 @@ PATHS: Final = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/generate",
     "/tokenize",
     "/detokenize",
@@ -48,6 +49,9 @@ _FIELDS: Final[dict[str, list[str]]] = {
     "/v1/responses": _names(
         "input instructions tools tool_choice include metadata text reasoning previous_response_id user model"
     ),
+    "/v1/messages": _names(
+        "messages system tools tool_choice thinking output_config cache_control stop_sequences metadata user model"
+    ),
     "/generate": _names("text input_ids sampling_params rid return_logprob token_ids_logprob model"),
     "/tokenize": _names("prompt messages model unknown_name"),
     "/detokenize": _names("tokens model"),
@@ -58,6 +62,7 @@ _BASES: Final[dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {"messages": [_USER], "max_tokens": 2},
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [_USER], "max_tokens": 2},
     "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 2}},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
@@ -215,6 +220,8 @@ def costly(random: Random) -> Iterator[tuple[str, bytes]]:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     tool["function"]["parameters"]["properties"] = {f"p{i}": {"type": "string"} for i in range(900)}  # type: ignore[index]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    block, used = {"type": "text", "text": ""}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+    messages = "/v1/messages"
     chat, completions, generate = "/v1/chat/completions", "/v1/completions", "/generate"
     stops = [{"max_new_tokens": 20, "stop": [f"{i}{j}{words[:900]}" for j in range(64)]} for i in range(64)]
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -236,6 +243,10 @@ def costly(random: Random) -> Iterator[tuple[str, bytes]]:
         ("/tokenize", {"prompt": [words] * 128}),
         ("/detokenize", {"tokens": ids * 120}),
         ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 1000, "max_output_tokens": 1}),
+        (messages, {"messages": [{"role": "user", "content": [block] * 14_000}], "max_tokens": 1}),
+        (messages, {"messages": [{"role": "user", "content": "x" * 7000}] * 4000, "max_tokens": 1}),
+        (messages, {"messages": [{"role": "assistant", "content": [used] * 500}, _USER] * 12, "max_tokens": 1}),
+        (f"{messages}/count_tokens", {"messages": [_USER], "system": [block] * 14_000}),
     ]
     yield from ((path, json.dumps(given).encode()) for path, given in cases)
 

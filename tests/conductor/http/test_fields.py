@@ -11,6 +11,14 @@ from types import ModuleType
 
 import pytest
 
+from tanghulu.conductor.http.anthropic.bodies import (
+    JsonFormat,
+    MessagesBody,
+    Metadata,
+    OutputConfig,
+    ThinkingConfig,
+    ToolChoice,
+)
 from tanghulu.conductor.http.reply import parse_fields
 from tanghulu.conductor.http.responses.bodies import FormatOfText, ReasoningOptions, ResponsesBody, TextOptions
 from tanghulu.conductor.inference import grammars, schema
@@ -31,6 +39,7 @@ ROUTES: dict[type[Body], tuple[str, dict]] = {
     schema.ChatBody: ("/v1/chat/completions", CHAT),
     schema.CompletionBody: ("/v1/completions", COMPLETION),
     ResponsesBody: ("/v1/responses", RESPONSE),
+    MessagesBody: ("/v1/messages", CHAT),
     schema.GenerateBody: ("/generate", GENERATE),
 }
 SAMPLING = {
@@ -125,6 +134,22 @@ EXAMPLES: dict[type[Body], dict] = {
         "previous_response_id": None,
         "metadata": {"a": "b"},
     },
+    MessagesBody: ROUTED
+    | {
+        "messages": CHAT["messages"],
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "be brief"}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "none"},
+        "thinking": {"type": "disabled"},
+        "output_config": {"effort": "low"},
+        "cache_control": {"type": "ephemeral"},
+        "stop_sequences": ["q", "z"],
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 5,
+        "metadata": {"user_id": "me"},
+    },
     schema.GenerateBody: ROUTED
     | {
         "text": "x",
@@ -148,6 +173,11 @@ EXAMPLES: dict[type[Body], dict] = {
     TextOptions: {"format": {"type": "text"}},
     FormatOfText: {"type": "json_schema"} | FORMAT,
     ReasoningOptions: {"effort": "low"},
+    ToolChoice: {"type": "auto", "name": "f", "disable_parallel_tool_use": True},
+    ThinkingConfig: {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+    OutputConfig: {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    JsonFormat: {"type": "json_schema", "schema": {"type": "object"}},
+    Metadata: {"user_id": "me"},
 }
 
 
@@ -172,7 +202,21 @@ def _request(kind: type[Body], name: str, value: object) -> tuple[str, dict]:
         return "/v1/responses", RESPONSE | {"text": given}
     if kind is FormatOfText:
         return "/v1/responses", RESPONSE | {"text": {"format": {"type": "json_schema", "name": "x"} | given}}
-    return "/v1/responses", RESPONSE | {"reasoning": given}
+    if kind is ReasoningOptions:
+        return "/v1/responses", RESPONSE | {"reasoning": given}
+    return "/v1/messages", CHAT | _in_message(kind, given)
+
+
+def _in_message(kind: type[Body], given: dict) -> dict:
+    """The fields of a message that carry an object with the fields ``given``."""
+    if kind is ToolChoice:
+        tools = [{"name": "f", "input_schema": {"type": "object"}}]
+        return {"tools": tools, "tool_choice": {"type": "auto"} | given}
+    if kind is ThinkingConfig:
+        return {"thinking": {"type": "enabled"} | given}
+    if kind is JsonFormat:
+        return {"output_config": {"format": EXAMPLES[JsonFormat] | given}}
+    return {"output_config" if kind is OutputConfig else "metadata": given}
 
 
 def _names(kind: type[Body]) -> set[str]:

@@ -84,11 +84,11 @@ async def _check(cluster, path: str, body: Any) -> None:
     assert str(response.status_code) in documented, (body, response.text)
     assert response.status_code < 500 or (response.status_code == 504 and LIMITS & body.keys()), (body, response.text)
     if response.status_code != 200:
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "code", "param"}
+        error, of_anthropic = response.json()["error"], path.startswith("/v1/messages")
+        assert set(error) == ({"message", "type", "details"} if of_anthropic else {"message", "type", "code", "param"})
         assert error["message"]
     if response.headers["content-type"].startswith("text/event-stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
+        assert response.text.endswith(("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'))
     await cluster.until(lambda: cluster.dispatcher.num_requests == 0)
 
 

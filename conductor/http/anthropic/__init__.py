@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its bodies, and the message that answers one, streamed or whole."""
