@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,9 @@ from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
+from tanghulu.conductor.engines.servers import FILE_HELP as ENGINES_HELP
+from tanghulu.conductor.engines.servers import HELP as ENGINE_HELP
+from tanghulu.conductor.engines.source import Engines
 from tanghulu.conductor.grpc_api.servicer import InferencePort
 from tanghulu.conductor.http.app import make_app
 from tanghulu.conductor.http.envelope import Envelope
@@ -33,6 +37,7 @@ from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
+from tanghulu.discovery.open import NONE as NO_DISCOVERY
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import NodeUnavailable
 from tanghulu.masters import Masters
@@ -64,7 +69,13 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     """Options of the conductor."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
-    discovery: str = option("master", DISCOVERY_HELP)
+    discovery: str = option(
+        "",
+        DISCOVERY_HELP + "; none is a conductor with --engine servers alone",
+        shown="master, or none with --engine and without --master",
+    )
+    engine: tuple[str, ...] = option((), ENGINE_HELP, metavar="ENGINE=URL[,OPTION=VALUE...]")
+    engines: Path | None = option(None, ENGINES_HELP)
     policy: str = option("ttft-min", "routing policy", choices=POLICY_NAMES)
     policy_weights: str = option("", "weights of the policies, such as alpha=0.7,temperature=0.2")
     profiles: Path | None = option(
@@ -139,6 +150,12 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
         check_bounds(self)
         parse_weights(self.policy_weights)
 
+    @property
+    def cluster(self) -> str:
+        """The Discovery to use; a conductor of engine servers alone needs none."""
+        is_alone = (self.engine or self.engines) and self.master == type(self).master
+        return self.discovery or (NO_DISCOVERY if is_alone else "master")
+
 
 class Conductor:
     """The conductor without its process: an HTTP address in front of a Discovery's workers.
@@ -166,6 +183,9 @@ class Conductor:
             config.worker_timeout_s,
         )
         self.config = config
+        self.engines = Engines(
+            config.engine, config.engines, config.namespace, config.place, config.shared_secret(), config.tls
+        )
         self.metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
@@ -176,6 +196,7 @@ class Conductor:
             config.place,
             config.credentials,
             secret=config.shared_secret(),
+            open_engine=self.engines.open,
         )
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:
@@ -232,6 +253,7 @@ class Conductor:
             await self.peers.start(config.host, config.peer_port, config.reachable_host, run_dir)
             async with beside(
                 self.dispatcher.registry.follow(discovery, config.namespace),
+                self.engines.source.follow(self.dispatcher.registry.apply),
                 self.dispatcher.registry.watch_engines(),
                 self.peers.follow(discovery, config.namespace),
                 self._observe(),
@@ -298,15 +320,12 @@ class Conductor:
 
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is asked to stop."""
-    async with open_discovery(config.discovery, config.master) as discovery:
+    async with open_discovery(config.cluster, config.master) as discovery:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry, process.stopping)
         await process.unless_stopping(meet(discovery))
         async with (
             conductor.running(discovery, config.port, process.run_dir),
-            beside(
-                conductor.dispatcher.mirror.follow_master(config.master),
-                conductor.replicator(CopyRequester(config.master).request).run(),
-            ),
+            beside(*_of_store(conductor, config)),
         ):
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
@@ -322,6 +341,14 @@ async def serve(process: Process, config: ConductorConfig) -> None:
             process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)
             await process.stopping.wait()
             await registration.close()
+
+
+def _of_store(conductor: Conductor, config: ConductorConfig) -> list[Coroutine[Any, Any, None]]:
+    """Return the tasks that need a store's master; none without a cluster."""
+    if config.cluster == NO_DISCOVERY:
+        return []
+    copies = conductor.replicator(CopyRequester(config.master).request)
+    return [conductor.dispatcher.mirror.follow_master(config.master), copies.run()]
 
 
 COMMAND = command(

@@ -42,8 +42,9 @@ class ConductorMetrics:
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
         self.migrations = Counter(
             "tanghulu_migrations",
-            "Moves of requests that lost their worker: before or behind their first token, and what became of them",
-            ("model", "kind", "outcome"),
+            "Moves of requests that lost their worker: before or behind their first token, how exactly the text goes "
+            "on, and what became of them",
+            ("model", "kind", "exactness", "outcome"),
             registry=registry,
         )
         self.pause = Histogram(

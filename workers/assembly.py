@@ -20,6 +20,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
 from tanghulu.store.client.signed_kv import KvClient
@@ -35,7 +36,6 @@ from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader

@@ -34,6 +34,7 @@ from benchmarks.common.report import keep
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.session.sampling import Sampling, StopRule
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
@@ -45,7 +46,6 @@ from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import ExportPart

@@ -39,9 +39,10 @@ from tanghulu.conductor.dispatch.lifecycle import (
 )
 from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
 from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
-from tanghulu.conductor.dispatch.request_counts import RequestCounts, status_of
+from tanghulu.conductor.dispatch.request_counts import NOTHING_TO_CONTINUE, RequestCounts, status_of
 from tanghulu.conductor.dispatch.router import RoutedRequest, Router
 from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
+from tanghulu.conductor.dispatch.worker_session import OpenEngine, no_engines
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.metrics import ConductorMetrics
@@ -125,8 +126,10 @@ class Dispatcher:
         credentials: Credentials = NOTHING_TO_SHOW,
         *,
         secret: ClusterSecret = NO_SECRET,
+        open_engine: OpenEngine = no_engines,
     ) -> None:
-        self.registry = Registry(conductor_id, self, limits.profiles, limits.worker_timeout_s, credentials, secret)
+        timeout_s = limits.worker_timeout_s
+        self.registry = Registry(conductor_id, self, limits.profiles, timeout_s, credentials, secret, open_engine)
         self.mirror = CacheMirror()
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
@@ -453,6 +456,8 @@ class Dispatcher:
         self._submissions[to.wire_id] = entry
         entry.wire_id = to.wire_id
         entry.story.sent(worker.id, self._clock.now_s())
+        flight.counts_late = worker.session.counts_late
+        entry.counts.exactness = worker.session.exactness(flight.request) if flight.generated else NOTHING_TO_CONTINUE
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
         hashes = self.router.sent(to.wire_id, worker, flight, entry.model, to.hand_over)
         decode = entry.reserved or NOBODY

@@ -201,6 +201,8 @@ class Flight:
         self.wire_id = ""
         self.source: KvSource | None = None
         self.cached_tokens: int | None = None
+        #: Whether its worker knows the cached tokens at the end only; before, it estimates them.
+        self.counts_late = False
         #: Counted moves, and deaths of workers, since the last token.
         self.num_moves = 0
         self.num_kills = 0
@@ -292,7 +294,8 @@ class Flight:
             return self._on_trouble(output)
         if output.tokens and self.scoring is not None:
             return self.fail(NodeUnavailable(f"worker {self.worker} gives no log probabilities of prompts"))
-        if self.cached_tokens is None and (output.tokens or finish is not None):
+        is_late = finish is not None and self.counts_late and self.num_submissions == 1
+        if is_late or (self.cached_tokens is None and (output.tokens or finish is not None)):
             self.cached_tokens = output.cached_tokens
         instructions = self._take(output)
         if is_handed_over:

@@ -23,7 +23,7 @@ import structlog
 from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.deadlines import LOOKS, Liveness
-from tanghulu.conductor.dispatch.worker_session import WorkerSession
+from tanghulu.conductor.dispatch.worker_session import AnySession, OpenEngine, WorkerSession, no_engines
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.routing.worker_views import WorkerViews
@@ -50,7 +50,7 @@ class RegisteredWorker:
         self.instance = instance
         self.card: ModelCard | None = None
         self.model: ServedModel | None = None
-        self.session: WorkerSession | None = None
+        self.session: AnySession | None = None
         self.load = LoadTracker()
         self.load.keeps_requests = self.takes_whole_requests
         self.leaving = False
@@ -123,6 +123,7 @@ class Registry:
         worker_timeout_s: float = 0.0,
         credentials: Credentials = NOTHING_TO_SHOW,
         secret: ClusterSecret = NO_SECRET,
+        open_engine: OpenEngine = no_engines,
     ) -> None:
         self.workers: dict[InstanceId, RegisteredWorker] = {}
         self.models: dict[str, ServedModel] = {}
@@ -134,6 +135,7 @@ class Registry:
         self._worker_timeout_s = worker_timeout_s
         self._credentials = credentials
         self._secret = secret
+        self._open_engine = open_engine
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
         self._least_context: dict[str, int] = {}
@@ -324,7 +326,7 @@ class Registry:
 
     async def _one_session(self, worker: RegisteredWorker) -> TanghuluError:
         """Connect and listen until the session ends; return the reason."""
-        session = WorkerSession(worker.instance.address, self._conductor_id, self._credentials)
+        session = self._open_engine(worker.instance) or self._open(worker.instance)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
         try:
             await self._describe(worker, session)
@@ -350,7 +352,10 @@ class Registry:
                 await session.close()
         return error
 
-    async def _listen(self, worker: RegisteredWorker, session: WorkerSession) -> TanghuluError:
+    def _open(self, instance: Instance) -> AnySession:
+        return WorkerSession(instance.address, self._conductor_id, self._credentials)
+
+    async def _listen(self, worker: RegisteredWorker, session: AnySession) -> TanghuluError:
         """Pass on the worker's messages until its engine is silent for too long. Raises any other end of session."""
         loop, liveness = asyncio.get_running_loop(), worker.liveness
         try:
@@ -368,7 +373,7 @@ class Registry:
             _log.warning("worker.silent", worker=worker.id, seconds=liveness.limit_s)
         return NodeUnavailable(f"worker {worker.id} sent no step for {self._worker_timeout_s:g} s")
 
-    def _begin(self, worker: RegisteredWorker, session: WorkerSession, welcome: SessionWelcome) -> None:
+    def _begin(self, worker: RegisteredWorker, session: AnySession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
         worker.session, worker.last_error, worker.beat_s = session, "", welcome.beat_s
@@ -380,7 +385,7 @@ class Registry:
         _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))
         self._listener.worker_up(worker, welcome)
 
-    async def _describe(self, worker: RegisteredWorker, session: WorkerSession) -> None:
+    async def _describe(self, worker: RegisteredWorker, session: AnySession) -> None:
         """Fetch the worker's current model card.
 
         Raises NodeUnavailable if other workers serve a different model under its name, or if its cluster secret differs

@@ -8,6 +8,9 @@ from tanghulu.conductor.stories.story import RequestStatus
 from tanghulu.errors import InvalidRequest, Overloaded
 from tanghulu.session.outputs import FinishReason
 
+#: Label of a move before the first token.
+NOTHING_TO_CONTINUE = "exact"
+
 
 def status_of(end: End) -> RequestStatus:
     """Return the end of a request as its client sees it."""
@@ -25,6 +28,8 @@ class RequestCounts:
         self._model = model
         self._arrived_s = arrived_s
         self._last_token_s = 0.0
+        #: How exactly the text continues at the current worker.
+        self.exactness = NOTHING_TO_CONTINUE
         self._lost_s: float | None = None  # time of its last move; None if tokens have come since
 
     def tokens(self, num_tokens: int, now_s: float) -> bool:
@@ -66,4 +71,4 @@ class RequestCounts:
     def _count_move(self, outcome: str) -> None:
         """Count the pending move by its outcome."""
         kind = "ongoing_request" if self._flight.lost_at else "new_request"
-        self._metrics.migrations.labels(self._model, kind, outcome).inc()
+        self._metrics.migrations.labels(self._model, kind, self.exactness, outcome).inc()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol, TypeVar
 
 from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.routing.requests import GenerationRequest
+from tanghulu.discovery.base import Instance
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.rpc import greeting
@@ -55,8 +56,55 @@ MAX_UNREAD = 256
 CALL_DEADLINE_S = 10.0
 
 
+class AnySession(Protocol):
+    """A session with a worker: of ours (`WorkerSession`), or with another engine's server (`conductor.engines`).
+
+    ``WorkerSession`` describes the calls. ``connect`` follows ``describe``; ``close`` ends it at any stage.
+    """
+
+    #: Whether cached tokens are known at a request's end only.
+    counts_late: bool
+
+    async def describe(self) -> ModelCard: ...
+
+    async def connect(self) -> SessionWelcome: ...
+
+    def request_snapshot(self) -> None: ...
+
+    def steps(self) -> AsyncGenerator[StepOutput | SessionWelcome, None]: ...
+
+    def submit(
+        self, request: GenerationRequest, to: SubmitTo, tokens: Tokens, holder: PrefixHolder | None, moved: bool
+    ) -> int: ...
+
+    def pull(self, name: str, tokens: Tokens, salt: bytes, source: KvSource) -> None: ...
+
+    def abort(self, wire_id: str) -> None: ...
+
+    def release(self, export_id: int) -> None: ...
+
+    async def probe(self, deadline_s: float) -> float: ...
+
+    async def drop_cache(self) -> int: ...
+
+    def exactness(self, request: GenerationRequest) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+#: Opens the session with an instance that is another engine's server; None for workers of ours.
+OpenEngine = Callable[[Instance], AnySession | None]
+
+
+def no_engines(instance: Instance) -> AnySession | None:
+    """Return None: all workers are ours."""
+    return None
+
+
 class WorkerSession:
     """One stream to one worker. ``connect`` opens it; iterate ``steps`` until it ends; then ``close``."""
+
+    counts_late = False
 
     def __init__(self, address: Address, conductor_id: str, credentials: Credentials = NOTHING_TO_SHOW) -> None:
         self.address = address
@@ -196,6 +244,10 @@ class WorkerSession:
     async def drop_cache(self) -> int:
         """Have the worker drop its unreferenced blocks; return their number. Raises NodeUnavailable."""
         return (await self._call(DROP_CACHE, DropCacheRequest(), CALL_DEADLINE_S)).num_blocks
+
+    def exactness(self, request: GenerationRequest) -> str:
+        """Return the label of a request that continues here with the tokens of a lost worker."""
+        return "by_worker"
 
     async def close(self) -> None:
         """Close the connection without waiting for unread messages: all requests of the session end with it."""

@@ -339,6 +339,7 @@ def _sequences(
                 body.weight,
                 each.scoring,
                 body.origin if not requests and not choice else body.origin and body.origin.beside(),
+                each.fields.seed is not None,
             )
             for choice in range(num_choices)
         ]

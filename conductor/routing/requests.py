@@ -42,6 +42,7 @@ class GenerationRequest(Struct, frozen=True, eq=False):
 
     ``client`` takes turns with others in the queue, ``weight`` of them for each of another's; "" if unknown.
     ``timeouts`` are its own. ``origin`` is the HTTP request that carried it, if any.
+    ``seed_given`` by the client, rather than drawn here.
     """
 
     id: RequestId
@@ -58,6 +59,7 @@ class GenerationRequest(Struct, frozen=True, eq=False):
     weight: float = 1.0
     scoring: PromptScoring | None = None
     origin: Origin | None = None
+    seed_given: bool = False
 
 
 class PromptLogprobs(Struct, frozen=True, eq=False):

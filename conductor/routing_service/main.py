@@ -10,17 +10,17 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import route_rights
+from tanghulu.conductor.engines.events import EventSource, VllmFollower, parse_sources
+from tanghulu.conductor.index.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.pool_router import main as pools_main
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing_service.api import Hasher, RouterApi
-from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.routing_service.generate import Generator
 from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.service import RoutingService
-from tanghulu.conductor.routing_service.vllm_events import EventSource, VllmFollower, parse_sources
 from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNetworks
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash

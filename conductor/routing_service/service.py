@@ -22,6 +22,7 @@ from msgspec import structs
 
 from tanghulu.auth.api_keys import ApiKey
 from tanghulu.conductor.dispatch.router import with_both_phases
+from tanghulu.conductor.index.assumed import AssumedBlocks
 from tanghulu.conductor.index.events import events_of
 from tanghulu.conductor.index.prefix_index import PrefixIndex, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
@@ -29,7 +30,6 @@ from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides,
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
 from tanghulu.conductor.routing.worker_views import WorkerViews, views_of
-from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.conductor.routing_service.worker_networks import WorkerNetworks
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.session.load import WorkerLoad

@@ -85,7 +85,8 @@ class SimConductor(Process):
         for family in self.metrics_registry.collect():
             for sample in family.samples:
                 if sample.name == "tanghulu_migrations_total":
-                    found[sample.labels["kind"], sample.labels["outcome"]] = int(sample.value)
+                    name = sample.labels["kind"], sample.labels["outcome"]
+                    found[name] = found.get(name, 0) + int(sample.value)
         return found
 
     def check_idle(self) -> None:

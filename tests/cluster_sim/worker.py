@@ -24,12 +24,12 @@ from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.methods import EndReply
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import Address, InstanceId, LeaseId, Role
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader

@@ -50,8 +50,10 @@ class Cluster:
                 await asyncio.sleep(0.001)
 
     def migrations(self, kind: str, outcome: str) -> float:
-        labels = {"model": "tiny", "kind": kind, "outcome": outcome}
-        return self.conductor.service.metrics.get_sample_value("tanghulu_migrations_total", labels) or 0.0
+        wanted = {"model": "tiny", "kind": kind, "outcome": outcome}.items()
+        (family,) = self.conductor.metrics.migrations.collect()
+        samples = [each for each in family.samples if each.name == "tanghulu_migrations_total"]
+        return sum(each.value for each in samples if wanted <= each.labels.items())
 
     def metric(self, name: str, **labels: str) -> float:
         value = self.conductor.service.metrics.get_sample_value(f"tanghulu_conductor_{name}", labels)

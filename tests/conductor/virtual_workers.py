@@ -24,12 +24,12 @@ from tanghulu.session.messages import SessionWelcome, StepOutput
 from tanghulu.session.model_card import ModelCard
 from tanghulu.session.outputs import KvChange, KvSource, Output
 from tanghulu.session.sampling import Sampling, StopRule
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
 from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
 from tanghulu.workers.engine.exports import ExportState, KvExport
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.scheduler import EngineCoreConfig, Scheduler
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step import FetchWanted, Sampled, StepPlan
 from tanghulu.workers.mock.runner import TIMINGS
 from tests.conductor.fake_worker import TOKENIZER
@@ -113,6 +113,8 @@ class VirtualExport:
 class VirtualWorker:
     """A worker, of both roles if no other is named. The dispatcher takes it for a session."""
 
+    counts_late = False
+
     def __init__(
         self,
         name: str,
@@ -137,6 +139,9 @@ class VirtualWorker:
         self.registered.load.reset(self._load())
 
     # --- the session
+
+    def exactness(self, request) -> str:
+        return "by_worker"
 
     def submit(self, request, to, tokens, holder=None, moved=False) -> None:
         source, ahead = to.source, to.ahead

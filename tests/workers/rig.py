@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ChunkNotFound, NodeUnavailable
 from tanghulu.session.outputs import KvSource, PrefixHolder
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
 from tanghulu.types import BlockHash, Fingerprint
@@ -19,7 +20,6 @@ from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.engine import EngineCore, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader

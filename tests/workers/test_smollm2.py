@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.model_files.assets import TokenizerAssets
 from tanghulu.session.sampling import PromptScoring, Sampling
 from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
@@ -24,7 +25,7 @@ from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
-from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
+from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 from tests.workers.cpus import CPUS
 from tests.workers.tiny import request, run_all, runner_of
 from tests.workers.ways import WAYS, Served

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from msgspec import Struct, structs
 
 from tanghulu.session.outputs import KvSource, Output, PrefixHolder, TokenLogprobs
+from tanghulu.session.speed import NO_WORK, StepWork
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.speed import NO_WORK, StepWork
 
 
 class ScheduledRun(Struct, frozen=True):

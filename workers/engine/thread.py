@@ -22,12 +22,12 @@ from tanghulu.errors import TanghuluError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.load import PeerRead, WorkerLoad
 from tanghulu.session.outputs import KvSource
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.requests import EngineRequest
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step import StepResult
 
 _log = structlog.get_logger(__name__)

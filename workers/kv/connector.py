@@ -18,11 +18,11 @@ import structlog
 
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import KvSource
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.pulls import MAX_PULLS
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tanghulu.model_files.assets import TokenizerAssets
 from tanghulu.types import Fingerprint
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.ranks.processes import RankProcesses
-from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 if TYPE_CHECKING:
     from tanghulu.workers.kv.staging import DeviceStaging  # it imports torch

@@ -28,16 +28,17 @@ import structlog
 import xxhash
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tanghulu.model_files.assets import TokenizerAssets
+from tanghulu.model_files.fields import read_json
 from tanghulu.types import Fingerprint
 from tanghulu.workers.engine.engine import Computed, ModelRunner, WrappedRunner
 from tanghulu.workers.engine.kv_layout import ITEM_BYTES, KvLayout
 from tanghulu.workers.engine.step import ScheduledRun, StepPlan
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.runner import TIMINGS, MockRunner
-from tanghulu.workers.weights.fields import read_json
 from tanghulu.workers.weights.hf_config import config_from_hf
 from tanghulu.workers.weights.source import ModelSource, resolve_model
-from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
+from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 
 if TYPE_CHECKING:
     from tanghulu.workers.config import WorkerConfig

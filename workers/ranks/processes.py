@@ -23,7 +23,7 @@ from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.weights.fields import MAX_COUNT
+from tanghulu.model_files.fields import MAX_COUNT
 
 if TYPE_CHECKING:
     import torch

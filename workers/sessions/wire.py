@@ -11,6 +11,7 @@ from msgspec import structs
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
+from tanghulu.model_files.assets import TokenizerAssets
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import PullAhead, SessionWelcome, Submit
 from tanghulu.session.model_card import ModelCard
@@ -23,7 +24,6 @@ from tanghulu.workers.engine.kv_layout import BlockShape
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.step import PromptScoreArrays
 from tanghulu.workers.sessions.health import BEAT_S, PRIORITY
-from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 #: Of one message of a prompt's log probabilities.
 MAX_SCORES_BYTES = 1 << 20

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.fields import MAX_LAYERS, Fields
+from tanghulu.model_files.fields import MAX_LAYERS, Fields
 from tanghulu.workers.weights.model_config import ModelConfig, RopeScaling
 
 #: GGUF's names of the supported architectures: a Mistral's file has llama.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.fields import Fields
+from tanghulu.model_files.fields import Fields
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.fields import Fields, names_in
-from tanghulu.workers.weights.hf_tokenizer import typed_errors
+from tanghulu.model_files.fields import Fields, names_in
+from tanghulu.model_files.hf_tokenizer import typed_errors
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 

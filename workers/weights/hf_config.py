@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.fields import MAX_LAYERS, Fields, names_in
+from tanghulu.model_files.fields import MAX_LAYERS, Fields, names_in
 from tanghulu.workers.weights.model_config import ModelConfig, RopeScaling, RoutedExperts, SlidingWindow
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tanghulu.errors import ConfigError, ModelUnsupported
-from tanghulu.workers.weights.fields import Fields, names_in, read_json
+from tanghulu.model_files.fields import Fields, names_in, read_json
 
 if TYPE_CHECKING:
     import torch

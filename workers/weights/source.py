@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.model_files.fields import Fields, read_json
 from tanghulu.types import Fingerprint
-from tanghulu.workers.weights.fields import Fields, read_json
 from tanghulu.workers.weights.gguf_config import config_from_gguf
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.hf_config import config_from_hf

@@ -9,11 +9,15 @@ from tanghulu.discovery.base import Discovery, EventKind, Instance
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import ConfigError, MasterUnavailable
 from tanghulu.masters import Masters
 from tanghulu.types import Address, InstanceId, Role
 
 HELP = "where instances find each other: master (the default), etcd://host:port[,host:port], or file:DIR"
+
+#: The Discovery of a process without others.
+NONE = "none"
 
 
 def open_discovery(spec: str, master: Masters | Address) -> Discovery:
@@ -25,7 +29,9 @@ def open_discovery(spec: str, master: Masters | Address) -> Discovery:
         return EtcdDiscovery(*Masters.parse(spec).addresses)
     if scheme == "file" and rest:
         return FileDiscovery(Path(rest.removeprefix("//")))
-    raise ConfigError(f"--discovery {spec!r} is unknown; give master, etcd://host:port, or file:DIR")
+    if spec == NONE:
+        return MemoryDiscovery(MemoryRegistry())
+    raise ConfigError(f"--discovery {spec!r} is unknown; give master, etcd://host:port, file:DIR, or none")
 
 
 async def instances_now(

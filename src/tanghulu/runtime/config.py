@@ -54,7 +54,7 @@ def option(
     """Return a dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string.
 
     A ``debug`` field is set by ``--debug KEY=VALUE``; ``hidden`` ones are in no help.
-    ``shown`` describes a default that depends on the machine.
+    ``shown`` describes a default that depends on the machine. A field of type ``tuple[str, ...]`` is repeatable.
 
     A number must be from ``least`` to ``most`` and more than ``above``: see ``check_bounds``. A size is at most
     ``MOST_BYTES``, a port at most ``MOST_PORT``; fields called ``host`` or ``..._host`` are names or addresses.
@@ -151,9 +151,11 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> click.Option:
     meta = field.metadata[_OPTION]
     kind: Any = _SIZE if meta["size"] else click.Choice(meta["choices"]) if meta["choices"] else _TYPES.get(hint, hint)
     flag = "--" + field.name.replace("_", "-")
+    is_many = hint == tuple[str, ...]
     return click.Option(
         [f"{flag}/--no-{flag[2:]}" if hint is bool else flag, field.name],
-        type=None if hint is bool else kind,
+        type=None if hint is bool else str if is_many else kind,
+        multiple=is_many,
         is_flag=True if hint is bool else None,
         default=field.default,
         show_default=meta["shown"] or _shown_default(field.default, meta["size"]),
@@ -166,7 +168,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> click.Option:
 
 
 def _shown_default(default: Any, is_size: bool) -> bool | str:
-    if default is None or default == "":
+    if default in (None, "", ()):
         return False
     return format_size(default) if is_size else True
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
+from tanghulu.conductor.index.assumed import AssumedBlocks
 from tanghulu.conductor.index.prefix_index import PrefixIndex
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies
 from tanghulu.conductor.routing.policies.registry import PolicyOptions
-from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
 from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable

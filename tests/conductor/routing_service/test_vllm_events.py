@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from tanghulu.conductor.routing_service.main import RouterConfig
-from tanghulu.conductor.routing_service.vllm_events import (
+from tanghulu.conductor.engines.events import (
     EventDecoder,
     EventSource,
     Numbers,
     VllmFollower,
     parse_sources,
 )
+from tanghulu.conductor.routing_service.main import RouterConfig
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import InstanceId

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tanghulu.workers.engine.speed import MIN_STEPS, SpeedMeter, StepModel, StepWork
+from tanghulu.session.speed import MIN_STEPS, SpeedMeter, StepModel, StepWork
 
 BUDGET = 2048
 

@@ -13,10 +13,10 @@ from msgspec import structs
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.outputs import KvSource, PrefixHolder
+from tanghulu.session.speed import ASSUMED_PEER_BYTES_PER_S, SpeedMeter
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.speed import ASSUMED_PEER_BYTES_PER_S, SpeedMeter
 from tanghulu.workers.engine.thread import Command
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tanghulu.workers.kv.peer_reader import ExportPart

@@ -11,9 +11,10 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.model_files.assets import defaults_from_hf
 from tanghulu.session.sampling import SamplingDefaults
 from tanghulu.workers.weights.source import ModelSource
-from tanghulu.workers.weights.tokenizer_assets import defaults_from_gguf, defaults_from_hf, load_tokenizer_assets
+from tanghulu.workers.weights.tokenizer_assets import defaults_from_gguf, load_tokenizer_assets
 
 
 def test_from_generation_config():

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tanghulu.conductor.text.chat_template import ChatTemplate
-from tanghulu.workers.weights.tokenizer_assets import assets_of_folder
+from tanghulu.model_files.assets import assets_of_folder
 
 TEXT = "hello lower <x> world <y>. <pad> </s> Hello <x>lower<|end|>"
 X, Y = ({"content": f"<{name}>", "lstrip": False, "rstrip": False, "normalized": False} for name in "xy")

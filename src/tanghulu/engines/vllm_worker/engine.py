@@ -27,10 +27,10 @@ from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
+from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.exports import KvExport
-from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions.server import TakesSnapshot

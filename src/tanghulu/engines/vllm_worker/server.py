@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from tanghulu.conductor.routing_service.vllm_events import EventSource, VllmFollower
+from tanghulu.conductor.engines.events import EventSource, VllmFollower
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import LoadBook, VllmEngine
@@ -23,6 +23,7 @@ from tanghulu.engines.vllm_worker.requests import VllmRequestFactory
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.hashing import VLLM_SHA256_CBOR
 from tanghulu.masters import Masters
+from tanghulu.model_files.assets import TokenizerAssets, assets_of_folder
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
 from tanghulu.runtime.process import Process
@@ -39,7 +40,6 @@ from tanghulu.workers.sessions.health import EngineBeats
 from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import model_card
-from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, assets_of_folder
 
 _log = structlog.get_logger(__name__)
 #: Maximum number of requests, running and waiting.

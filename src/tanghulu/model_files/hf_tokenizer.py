@@ -18,7 +18,7 @@ import structlog
 from tokenizers import AddedToken, Tokenizer
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.fields import Fields, is_integer, read_json, shown
+from tanghulu.model_files.fields import Fields, is_integer, read_json, shown
 
 _log = structlog.get_logger(__name__)
 

@@ -125,8 +125,16 @@ class EventDecoder:
             return KvChange(cleared=True)
         if name not in _MEDIUM_AT or event.get("medium") not in GPU or not self._counts(name, event):
             return KvChange()
-        hashes = _hashes(event["block_hashes"])
-        return KvChange(stored=hashes) if name == "BlockStored" else KvChange(removed=hashes)
+        hashes = hashes_of(event["block_hashes"])
+        return KvChange(stored=self.stored(hashes, event)) if name == "BlockStored" else self.removed(hashes)
+
+    def stored(self, hashes: tuple[BlockHash, ...], event: dict[str, Any]) -> tuple[BlockHash, ...]:
+        """Return the index's names of the blocks in a BlockStored event: here their hashes themselves."""
+        return hashes
+
+    def removed(self, hashes: tuple[BlockHash, ...]) -> KvChange:
+        """Return the change of a BlockRemoved event."""
+        return KvChange(removed=hashes)
 
     def _counts(self, name: str, event: dict[str, Any]) -> bool:
         """Return whether the event is one of a deciding group; only BlockStored states a group's kind."""
@@ -143,17 +151,25 @@ def _as_map(event: list[Any]) -> dict[str, Any]:
     if name not in _MEDIUM_AT:
         return {"type": name}
     at = _MEDIUM_AT[name]
-    return {"type": name, "block_hashes": event[1], "medium": event[at] if len(event) > at else None}
+    fields = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
+    known = dict(zip(fields if name == "BlockStored" else fields[:2], event, strict=False))
+    return {**known, "medium": event[at] if len(event) > at else None}
 
 
-def _hashes(values: Iterable[int | bytes]) -> tuple[BlockHash, ...]:
+def hashes_of(values: Iterable[int | bytes]) -> tuple[BlockHash, ...]:
+    """Return hashes of an event as bytes."""
     return tuple(BlockHash(v.to_bytes(8, "big", signed=v < 0) if isinstance(v, int) else bytes(v)) for v in values)
 
 
 class VllmFollower:
     """Passes the changes of ``source`` to ``apply`` in order; for missing or unreadable ones, a clearing."""
 
-    def __init__(self, source: EventSource, apply: Callable[[KvChange], None]) -> None:
+    def __init__(
+        self,
+        source: EventSource,
+        apply: Callable[[KvChange], None],
+        new_decoder: Callable[[], EventDecoder] = EventDecoder,
+    ) -> None:
         try:
             import zmq.asyncio
             from msgspec.msgpack import decode as unpack
@@ -164,7 +180,10 @@ class VllmFollower:
         self._source, self._apply, self._unpack = source, apply, unpack
         self._context: Any = zmq.asyncio.Context()
         self._subscribe, self._dealer = zmq.SUB, zmq.DEALER
-        self._numbers, self._decoder = Numbers(), EventDecoder()
+        self._new_decoder = new_decoder
+        self._numbers, self._decoder = Numbers(), new_decoder()
+        #: Whether every event since the publisher's start was applied.
+        self.is_complete = False
         self._rare_log = RareLog(_log, worker=source.worker)
 
     async def run(self) -> None:
@@ -193,7 +212,7 @@ class VllmFollower:
 
     def _lose(self) -> None:
         """Discard everything known about the worker's cache."""
-        self._numbers, self._decoder = Numbers(), EventDecoder()
+        self._numbers, self._decoder, self.is_complete = Numbers(), self._new_decoder(), False
         self._apply(KvChange(cleared=True))
 
     async def _take(self, frames: list[bytes]) -> None:
@@ -217,6 +236,8 @@ class VllmFollower:
         for change in changes:
             self._apply(change)
         self._numbers.took(number)
+        if not number:
+            self.is_complete = True
 
     async def _catch_up(self, first: int, number: int) -> None:
         """Read the messages missing before ``number``, as far as they are available; the rest is lost."""
@@ -229,6 +250,7 @@ class VllmFollower:
         while begin - 1 in missed:
             begin -= 1
         if begin > first:
+            self.is_complete = False
             self._rare_log.warning("vllm.events_lost", first=first, last=begin - 1)
             self._apply(KvChange(cleared=True))
         for each in range(begin, number):

@@ -1,0 +1,244 @@
+"""The terms common to the engines' dialects: a request as sent, the pieces of its answer, a server's description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from tanghulu.conductor.engines.client import EngineClient, error_of
+from tanghulu.conductor.engines.load import EngineFigures
+from tanghulu.conductor.engines.model import ModelFacts
+from tanghulu.conductor.engines.servers import EngineServer
+from tanghulu.conductor.routing.requests import GenerationRequest
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.hashing import Tokens
+from tanghulu.session.outputs import FinishReason, TokenLogprobs
+from tanghulu.session.sampling import Sampling
+from tanghulu.types import Address
+
+T = TypeVar("T")
+#: The most that an engine adds to or takes from a logit (vLLM clamps), and seeds.
+MAX_BIAS, MAX_SEED = 100.0, 1 << 63
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """A request as sent to a server: ``tokens`` are its prompt, and ``num_generated`` more from before it moved.
+
+    ``full_report``: have the engine report cached blocks, too. ``kv_transfer`` are vLLM's parameters of a hand-over.
+    """
+
+    request: GenerationRequest
+    name: str
+    tokens: Tokens
+    num_generated: int
+    cache_salt: str
+    model: str
+    adapter: str = ""
+    full_report: bool = False
+    seeded: bool = True
+    hand_over: bool = False
+    kv_transfer: dict[str, Any] | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens still to be generated; the one token of a prefill for another server."""
+        return 1 if self.hand_over else self.request.stop.max_new_tokens - self.num_generated
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing ends the text."""
+        least = max(self.request.stop.min_tokens - self.num_generated, 1 if self.hand_over else 0)
+        return min(least, self.max_tokens)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed to send, if any."""
+        seed = self.request.sampling.seed
+        return seed % MAX_SEED if seed is not None and self.seeded else None
+
+    @property
+    def logit_bias(self) -> dict[str, float]:
+        """The request's bias, less the frequency penalty of the tokens generated before it moved.
+
+        An engine counts the tokens that it generates itself, so the earlier ones' part of the penalty is sent as a
+        bias, which adds up alike. Not beside a repetition penalty, which an engine applies to biased logits.
+        """
+        sampling = self.request.sampling
+        bias = dict(sampling.logit_bias)
+        if self.num_generated and sampling.frequency_penalty and sampling.repetition_penalty == 1.0:
+            for token in self.tokens[len(self.tokens) - self.num_generated :].tolist():
+                bias[token] = bias.get(token, 0.0) - sampling.frequency_penalty
+        return {str(token): min(max(value, -MAX_BIAS), MAX_BIAS) for token, value in bias.items()}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields that both engines call alike, each explicit: servers' defaults differ."""
+        sampling, stop = self.request.sampling, self.request.stop
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        ends = {"stop_token_ids": list(stop.stop_token_ids), "ignore_eos": stop.ignore_eos}
+        return {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or -1, **ends}
+
+    def check(self, server: EngineServer) -> None:
+        """Raise InvalidRequest for what engines do not offer, a plain error for a text begun under a grammar."""
+        unoffered = {
+            "log probabilities of the prompt": self.request.scoring,
+            "logprob_token_ids": self.request.sampling.logprob_token_ids,
+        }
+        if asked := next((name for name, value in unoffered.items() if value), ""):
+            raise InvalidRequest(
+                f"{asked}: worker {server.id} is a plain {server.engine} server, which does not offer that"
+            )
+        if self.num_generated and self.request.sampling.grammar is not None:
+            raise TanghuluError(
+                f"the worker was lost after {self.num_generated} tokens of a text under a grammar, and a plain "
+                f"{server.engine} server cannot continue one; send the request again"
+            )
+
+
+@dataclass(slots=True)
+class AnswerPiece:
+    """A piece of an answer: new tokens, and perhaps its end. ``cached_tokens`` None is unstated."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    kv_transfer: dict[str, Any] | None = None
+
+
+class StreamError(msgspec.Struct):
+    """An error within a stream, under status 200."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
+class EngineAnswer:
+    """Reads the events of one answer of ``server``, with ``num_top`` likely tokens at each position."""
+
+    def __init__(self, server: str, num_top: int = 0) -> None:
+        self.server, self.num_top = server, num_top
+
+    def read(self, data: bytes) -> AnswerPiece:
+        """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""
+        raise NotImplementedError
+
+    def fail_with(self, error: StreamError | None) -> None:
+        """Raise the engine's error, if there is one."""
+        if error is not None:
+            raise error_of(error.code if isinstance(error.code, int) else 500, error.message, self.server)
+
+    def finish(self, reason: str) -> FinishReason:
+        """Return the end of an answer. Raises NodeUnavailable for one that the server gave up."""
+        if reason not in _FINISH:
+            raise NodeUnavailable(f"worker {self.server} ended the request early: {reason}")
+        return _FINISH[reason]
+
+
+def decoded(data: bytes, kind: type[T], what: str) -> T:
+    """Return JSON of a server as ``kind``. Raises NodeUnavailable naming ``what`` sent it."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NodeUnavailable(f"{what} sent an answer of another form than its engine's: {error}") from error
+
+
+class EngineDialect:
+    """One engine's HTTP API. Pure but for ``facts``."""
+
+    engine: ClassVar[str]
+    generate_path: ClassVar[str]
+    health_path: ClassVar[str]
+    drop_path: ClassVar[str]
+    #: Whether a failing answer of ``health_path`` means that the engine has ended.
+    ends_unhealthy: ClassVar[bool]
+    #: The beginning of the names of its metrics; those of requests running and waiting, and of the cache's share.
+    prefix: ClassVar[str]
+    gauges: ClassVar[tuple[str, str, str]]
+    #: Whether its repetition penalty counts prompt and answer alike.
+    repeats_exactly: ClassVar[bool]
+    stream: ClassVar[type[EngineAnswer]]
+
+    def body(self, call: EngineCall) -> dict[str, Any]:
+        """Return the body of a request, which leaves nothing to the server's defaults."""
+        raise NotImplementedError
+
+    async def facts(self, client: EngineClient) -> ServerFacts:
+        """Ask a server for its facts. Raises NodeUnavailable, DeadlineExceeded."""
+        raise NotImplementedError
+
+    def probe(self, model: str) -> dict[str, Any]:
+        """Return the body of a request for one token, not streamed."""
+        raise NotImplementedError
+
+    def figures(self, page: str) -> EngineFigures:
+        """Return a server's load from its metrics; several ranks' are summed, the share in use is their mean.
+
+        Only the lines of three gauges are parsed: a whole page takes 30 ms. Raises ValueError for other numbers.
+        """
+        own = [line for line in page.splitlines() if line.startswith(self.prefix)]
+        starts = [(f"{self.prefix}{name}{{", f"{self.prefix}{name} ") for name in self.gauges]
+        found = [[float(line.rpartition(" ")[2]) for line in own if line.startswith(start)] for start in starts]
+        running, waiting, usage = found
+        in_use = sum(usage) / len(usage) if usage else 0.0
+        return EngineFigures(int(sum(running)), int(sum(waiting)), in_use, hash(tuple(own)) if own else None)
+
+    def exactness(self, sampling: Sampling, seeded: bool) -> str:
+        """Return the label of a request that continues here: a grammar begins anew, and draws need seeds."""
+        if sampling.grammar is not None:
+            return "impossible"
+        repeats = sampling.repetition_penalty != 1.0
+        is_off = sampling.presence_penalty or (repeats and (sampling.frequency_penalty or not self.repeats_exactly))
+        return "same_distribution" if is_off or (sampling.temperature > 0 and not seeded) else "same_model"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """Facts of a server: its model, its cache (``caches`` prefixes or not), its events ("" for none), its adapters."""
+
+    model: ModelFacts
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    events: str = ""
+    replay: str = ""
+    adapters: Sequence[str] = ()
+    caches: bool = True
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def served_models(client: EngineClient) -> tuple[str, str, int, list[str]]:
+    """Return name, path and context of the server's model or adapter, and all adapters. Raises NodeUnavailable."""
+    server = client.server
+    listed = decoded(await client.call("/v1/models"), _Models, server.url).data
+    base, adapters = (
+        next((each for each in listed if not each.parent), None),
+        [each.id for each in listed if each.parent],
+    )
+    if base is None or (server.adapter and server.adapter not in adapters):
+        raise NodeUnavailable(f"{server.url} does not serve {server.adapter or 'any model'} (any more)")
+    return server.adapter or base.id, base.root or base.id, base.max_model_len or 0, adapters
+
+
+def reached(endpoint: str, server: EngineServer) -> str:
+    """Return a ZeroMQ endpoint as reached from here: a wildcard stands for the server's own address."""
+    scheme, separator, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if not separator or scheme != "tcp" or not port.isdecimal():
+        return ""
+    is_wild = host in ("*", "0.0.0.0", "[::]", "::")
+    return f"tcp://{Address(server.address.host, int(port)) if is_wild else rest}"
