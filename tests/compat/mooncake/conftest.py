@@ -16,6 +16,7 @@ from tests.store.cluster import Cluster
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENTS = Path.home() / ".cache" / "tanghulu" / "engines"
+SHIM = str(Path(package).parent / "shim")
 DEADLINE_S = 300
 
 
@@ -53,7 +54,7 @@ def run_in(engine: str, script: Path, *arguments: str, ours: bool = True, **vari
     python = ENVIRONMENTS / engine / "bin" / "python"
     if not python.exists():
         pytest.skip(f"extra: the environment is missing; tools/engine_venv.py {engine} builds it")
-    folders = [str(Path(package).parent / "shim"), str(ROOT / "src")] if ours else []
+    folders = [SHIM, str(ROOT / "src")] if ours else []
     env = {**os.environ, "PYTHONPATH": ":".join(folders), **variables}
     done = subprocess.run(
         [python, script, *arguments], env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False

@@ -37,7 +37,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "multi_buffers": (lambda s: s.batch_get_into_multi_buffers(["k"], [[4096]], [[1]]), [-600]),
     "ranges": (lambda s: s.batch_get_into_multi_buffer_ranges(["k"], [[4096]], [[1]], [[0]]), [-600]),
     "session": (lambda s: s.batch_get_session_start(["k"]), [-704]),
-    "is_exist": (lambda s: s.is_exist("k"), -1),
+    "is_exist": (lambda s: s.is_exist("k"), 0),
     "batch_is_exist": (lambda s: s.batch_is_exist(["k"]), [-1]),
     "get_size": (lambda s: s.get_size("k"), -600),
     "get_replica_desc": (lambda s: s.get_replica_desc("k"), []),
@@ -74,6 +74,7 @@ def test_setup_takes_a_dict_and_ignores_what_it_does_not_know(cluster: Cluster) 
     assert 12300 <= int(port) <= 14300
     assert store.setup({**config, "local_hostname": "host:77", "global_segment_size": 0}) == 0
     assert store.get_hostname() == "host:77"
+    assert store.setup({"master_server_address": cluster.address, "global_segment_size": "0"}) == 0
     store.close()
 
 
@@ -181,7 +182,7 @@ def test_a_store_that_is_away_is_a_code(caplog: pytest.LogCaptureFixture) -> Non
         cluster.master.kill()
         assert store.put("l", b"v") == -900
         assert store.put("l", b"v") == -900  # skipped: the store did not answer a moment ago
-        assert store.is_exist("k") == -1
+        assert [store.is_exist("k"), store.batch_is_exist(["k"])] == [0, [-1]]
         assert store.get("k") == b""
         assert store.get_into("k", ctypes.addressof(buffer), 8) < 0
         assert store.get_buffer("k") is None
@@ -218,7 +219,7 @@ def test_a_forked_child_gets_codes_and_ends_nobodys_node(arguments: dict[str, An
     child = os.fork()
     if child == 0:
         codes = [store.put("k", b"v"), store.is_exist("k"), store.close()]
-        os._exit(0 if codes == [-600, -1, 0] else 1)
+        os._exit(0 if codes == [-600, 0, 0] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert store.put("k", b"v", ReplicateConfig(preferred_segment=store.get_hostname())) == 0
     assert store.remove("k") == 0

@@ -71,6 +71,7 @@ class SetupOptions:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SetupOptions:
         """Return the options among ``values``; raises InvalidRequest naming a bad value."""
+        values = {"master_server_addr": values.get("master_server_address"), **values}  # LMCache writes the former
         given = {each.name: values[each.name] for each in fields(cls) if values.get(each.name) is not None}
         for name in ("local_hostname", "master_server_addr", "tenant_id"):
             if not isinstance(given.get(name, ""), str):

@@ -58,7 +58,7 @@ _SETUP_ARGUMENTS = (
 
 
 class _Session:
-    """What ``setup`` opens: the client, the names of keys, and perhaps a node."""
+    """The open store: its client, the names of its keys, and perhaps a node of its own."""
 
     def __init__(self, setup: SetupOptions) -> None:
         self.setup = setup
@@ -278,11 +278,11 @@ class MooncakeDistributedStore:
     # --- questions and removal
 
     def is_exist(self, key: str, /) -> int:
-        """Return 1 if the key exists, 0 if not, -1 if that cannot be found out."""
-        return self.batch_is_exist([key])[0]
+        """Return 1 if the key exists, else 0, even if that cannot be found out: callers take -1 for a yes."""
+        return max(0, self.batch_is_exist([key])[0])
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Return the same for each key."""
+        """Return 1 or 0 for each key, -1 where that cannot be found out."""
         found = self._each_key(keys, keys, lambda session, names, _: session.blocks.look_up(names))
         return [options.INTERNAL_ERROR if isinstance(each, TanghuluError) else int(each) for each in found]
 
