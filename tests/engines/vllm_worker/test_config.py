@@ -11,8 +11,9 @@ from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.errors import ConfigError
 from tanghulu.masters import Masters
+from tanghulu.workers.sessions.kv_events import EventEndpoints
 
-SOCKETS = (Path("/run/events"), Path("/run/replay"))
+SOCKETS = EventEndpoints("ipc:///run/events", "ipc:///run/replay")
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def model(tmp_path: Path) -> str:
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    return VllmWorkerConfig(**options).engine_arguments(*SOCKETS)
+    return VllmWorkerConfig(**options).engine_arguments(SOCKETS)
 
 
 def test_the_store_and_further_arguments(model):
