@@ -7,17 +7,26 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tanghulu
-from tanghulu.compat.mooncake import store as module
 from tanghulu.compat.mooncake.options import ReplicateConfig, SetupOptions, SoftPinAction, code_of
 from tanghulu.compat.mooncake.store import MooncakeDistributedStore
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, StoreFull, TanghuluError, TransferFailed
+from tanghulu.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    QuotaExceeded,
+    StoreFull,
+    TanghuluError,
+    TransferFailed,
+    Unauthorized,
+)
 from tests.free_ports import free_port
 from tests.store.cluster import Cluster, eventually
+from tests.store.guarded_cluster import TOKENS, Secured, write_tokens
 
 #: Every call for data, by name.
 CALLS: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -140,6 +149,45 @@ def test_tenants_do_not_see_each_other(arguments: dict[str, Any], cluster: Clust
         client.remove("kv/of-an-engine")
     for store in stores:
         store.close()
+
+
+@pytest.mark.slow
+def test_tokens_decide_who_may_do_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tokens(tmp_path / "tokens.toml", list(TOKENS))
+    store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
+    with Secured(tmp_path / "tokens.toml") as cluster:
+
+        def setup(store: MooncakeDistributedStore, token: str, tenant: str, segment: int = 0) -> int:
+            monkeypatch.setenv("TANGHULU_TOKEN", f"secret-{token}" if token else "")
+            return store.setup("localhost", "", segment, 0, "tcp", "", cluster.address, tenant_id=tenant)
+
+        assert setup(store, "", "default") == -1
+        assert setup(store, "wrong", "default") == -1
+        assert setup(store, "initech", "acme") == -1
+        assert setup(store, "acme", "acme") == 0
+        assert setup(other, "initech", "default") == 0
+        assert [store.put("k", b"acme"), other.put("k", b"initech")] == [0, 0]
+        assert [store.get("k"), other.get("k"), store.remove_all(), other.get("k")] == [
+            b"acme",
+            b"initech",
+            1,
+            b"initech",
+        ]
+        assert setup(store, "acme-reader", "acme") == 0
+        assert store.put("k", b"v") == -1
+        caplog.clear()
+        assert setup(store, "worker", "default", 32 << 20) == -1
+        assert "would serve everybody" in caplog.text
+        monkeypatch.setenv("TANGHULU_TOKENS", str(tmp_path / "tokens.toml"))
+        assert setup(store, "worker", "default", 32 << 20) == 0
+        node = ReplicateConfig(preferred_segment=store.get_hostname())
+        assert [store.put("here", b"v", node), store.get("here")] == [0, b"v"]
+        with pytest.raises(Unauthorized):
+            tanghulu.connect(cluster.address)
+        store.close()
+        other.close()
 
 
 @pytest.mark.slow
@@ -272,4 +320,3 @@ def test_names_of_keys() -> None:
 def test_hosts() -> None:
     hosts = {name: SetupOptions(name, 0, "h:1").host for name in ("host", "host:77", "10.0.0.1:5", "[::1]")}
     assert hosts == {"host": "host", "host:77": "host", "10.0.0.1:5": "10.0.0.1", "[::1]": "[::1]"}
-    assert module.CALL_S > 0

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
 from tanghulu.errors import NodeUnavailable
@@ -60,20 +59,15 @@ class EmbeddedNode:
 
     def _await_ready(self) -> dict[str, Any]:
         """Read status lines up to the one that reports readiness."""
-        until_s, unread = time.monotonic() + START_S, b""
-        while True:
-            self._status.settimeout(max(0.01, until_s - time.monotonic()))
-            try:
-                received = self._status.recv(65536)
-            except TimeoutError:
-                raise NodeUnavailable(f"the store node was not ready within {START_S:g} s") from None
-            if not received:
-                raise NodeUnavailable(f"the store node did not start: {self._last_words()}")
-            *lines, unread = (unread + received).split(b"\n")
-            for line in map(json.loads, lines):
-                if line["event"] == "ready":
-                    ready: dict[str, Any] = line
-                    return ready
+        self._status.settimeout(START_S)
+        try:
+            with self._status.makefile() as lines:
+                ready = next((line for line in map(json.loads, lines) if line["event"] == "ready"), None)
+        except TimeoutError:
+            raise NodeUnavailable(f"the store node was not ready within {START_S:g} s") from None
+        if ready is None:
+            raise NodeUnavailable(f"the store node did not start: {self._last_words()}")
+        return dict(ready)
 
     def _last_words(self) -> str:
         self._process.wait(END_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import bisect
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -36,20 +35,16 @@ class RegisteredMemory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begins: list[int] = []
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # by the address of the first byte
 
     def add(self, address: int, size: int) -> None:
         """Register a range; raises InvalidRequest for an empty one, or one that overlaps another."""
         if address <= 0 or size <= 0:
             raise InvalidRequest(f"cannot register {size} bytes at {address:#x}; give a range of at least one byte")
         with self._lock:
-            at = bisect.bisect(self._begins, address)
-            near = [*self._begins[at - 1 if at else 0 : at], *self._begins[at : at + 1]]
-            for begin in near:
-                if begin < address + size and address < begin + self._sizes[begin]:
+            for begin, length in self._sizes.items():
+                if begin < address + size and address < begin + length:
                     raise InvalidRequest(f"{size} bytes at {address:#x} overlap the range registered at {begin:#x}")
-            self._begins.insert(at, address)
             self._sizes[address] = size
 
     def remove(self, address: int) -> None:
@@ -57,7 +52,6 @@ class RegisteredMemory:
         with self._lock:
             if self._sizes.pop(address, None) is None:
                 raise InvalidRequest(f"no registered range begins at {address:#x}")
-            self._begins.remove(address)
 
 
 def buffer_at(address: int, size: int) -> Buffer:

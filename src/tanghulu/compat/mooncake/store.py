@@ -10,44 +10,26 @@ store did not answer.
 from __future__ import annotations
 
 import logging
-import random
 import re
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, TypeVar
 
 from tanghulu.compat.mooncake import options
-from tanghulu.compat.mooncake.embedded_node import EmbeddedNode
 from tanghulu.compat.mooncake.memory import BufferHandle, RegisteredMemory, buffer_at, buffers_at
 from tanghulu.compat.mooncake.options import ReplicateConfig, SetupOptions, code_of
 from tanghulu.compat.mooncake.replicas import ReplicaDescriptor
-from tanghulu.errors import (
-    ChunkNotFound,
-    DirectoryIncomplete,
-    InvalidRequest,
-    NodeUnavailable,
-    TanghuluError,
-    TransferFailed,
-)
-from tanghulu.masters import Masters
-from tanghulu.runtime.clock import Backoff
-from tanghulu.runtime.config import from_variables
-from tanghulu.runtime.master_options import MasterOptions
-from tanghulu.store.client.block_store import BlockStore
-from tanghulu.store.client.client import Client
-from tanghulu.store.client.settings import ENGINE_ANSWER_S, Settings
-from tanghulu.store.protocol.messages import ChunkInfo
+from tanghulu.compat.mooncake.session import Session
+from tanghulu.errors import ChunkNotFound, InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.core.buffers import Buffer
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-#: Seconds that ``setup`` waits for the master, and seconds of calls that are no transfers.
-SETUP_S, CALL_S = 5.0, 5.0
-#: Ports from which Mooncake picks one for a host name without a port; here a part of the name alone.
-_PORTS = range(12300, 14301)
-_DEFAULT_CONFIG = ReplicateConfig()
+Config = ReplicateConfig
+Keys = Sequence[str]
+Ints = Sequence[int]
+Rows = Sequence[Ints]
+_PLAIN = ReplicateConfig()
 _NOT_SET_UP = "the store is not open; call setup() first"
 #: The arguments of ``setup`` in Mooncake's order.
 _SETUP_ARGUMENTS = (
@@ -57,65 +39,11 @@ _SETUP_ARGUMENTS = (
 )
 
 
-class _Session:
-    """The open store: its client, the names of its keys, and perhaps a node of its own."""
-
-    def __init__(self, setup: SetupOptions) -> None:
-        self.setup = setup
-        given = from_variables(MasterOptions)
-        shown = given.credentials
-        if shown.token and setup.tenant_id != options.DEFAULT_TENANT:
-            shown = type(shown)(setup.tenant_id, shown.token, shown.tls)
-        masters = Masters.parse(setup.master_server_addr).showing(shown)
-        self.client = Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
-        self.blocks = BlockStore(self.client)
-        self.node: EmbeddedNode | None = None
-        try:
-            _await_directory(self.client)
-            if setup.global_segment_size:
-                self.node = EmbeddedNode(setup.master_server_addr, setup.host, setup.global_segment_size)
-        except BaseException:  # an interrupt, too: connections would stay open
-            self.client.close()
-            raise
-        port = self.node.address.rpartition(":")[2] if self.node is not None else str(random.choice(_PORTS))
-        keeps_name = self.node is None and setup.host != setup.local_hostname
-        self.hostname = setup.local_hostname if keeps_name else f"{setup.host}:{port}"
-
-    def node_called(self, segment: str) -> str | None:
-        """Return the id of the node of ``segment``; None if there is none, which leaves the choice to the store."""
-        if self.node is not None and segment == self.hostname:
-            return self.node.id
-        nodes = self.client.nodes(deadline_s=CALL_S) if segment else []
-        return next((each.id for each in nodes if segment in (each.address, each.id)), None)
-
-    def close(self) -> None:
-        self.client.close()
-        if self.node is not None:
-            self.node.close()
-
-
-def _await_directory(client: Client) -> None:
-    """Return once the master answers and knows all keys; raises the last error after ``SETUP_S``."""
-    backoff = Backoff(0.05, 0.5)
-    left_s = SETUP_S
-    while True:
-        try:
-            client.exists("mooncake/", deadline_s=SETUP_S)
-        except DirectoryIncomplete:
-            pause_s = backoff.pause_s()
-            left_s -= pause_s
-            if left_s <= 0:
-                raise
-            time.sleep(pause_s)
-        else:
-            return
-
-
 class MooncakeDistributedStore:
     """See Mooncake's documentation of its Python API, and docs/engines/mooncake.md for the differences."""
 
     def __init__(self) -> None:
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._memory = RegisteredMemory()
         self._logged: set[int] = set()
 
@@ -129,7 +57,7 @@ class MooncakeDistributedStore:
         """
         self.close()
         try:
-            self._session = _Session(SetupOptions.of(_setup_values(args, named)))
+            self._session = Session(SetupOptions.of(_setup_values(args, named)))
         except TanghuluError as error:
             _log.error("tanghulu: setup failed: %s: %s", error.code, error.message)
             return options.INTERNAL_ERROR
@@ -152,11 +80,7 @@ class MooncakeDistributedStore:
         """Return 0 if the master answers, 1 before ``setup``, 2 if it does not answer."""
         if self._session is None:
             return 1
-        return (
-            2
-            if isinstance(self._outcome(lambda session: session.client.nodes(deadline_s=CALL_S)), TanghuluError)
-            else 0
-        )
+        return 2 if self._number(Session.ping) else 0
 
     def get_hostname(self) -> str:
         """Return the name of this store's segment, for ``preferred_segment``; "" before ``setup``."""
@@ -172,72 +96,42 @@ class MooncakeDistributedStore:
         """Undo ``register_buffer``."""
         return self._number(lambda session: self._memory.remove(buffer_ptr))
 
-    # --- puts
+    # --- puts; ``_replace`` is for the upserts
 
-    def put(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
+    def put(self, key: str, value: Any, config: Config = _PLAIN, _replace: bool = False) -> int:
         """Store a bytes-like value; an existing key keeps its value, which is a success."""
-        return self._write([key], [_bytes_like(value)], config)[0]
+        return self._write([key], [_bytes_like(value)], config, _replace)[0]
 
-    def put_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
+    def put_parts(self, key: str, *parts: Any, config: Config = _PLAIN, _replace: bool = False) -> int:
         """Store the concatenation of ``parts``."""
-        return self._write([key], [_parts(parts)], config)[0]
+        return self._write([key], [[part for part in map(_bytes_like, parts) if part.nbytes]], config, _replace)[0]
 
-    def put_batch(self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
+    def put_batch(self, keys: Keys, values: Sequence[Any], config: Config = _PLAIN, _replace: bool = False) -> int:
         """Store several values; return 0, or the first error."""
-        return min(self._write(keys, [_bytes_like(each) for each in values], config), default=options.OK)
+        return min(self._write(keys, list(map(_bytes_like, values)), config, _replace), default=options.OK)
 
-    def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
+    def put_from(self, key: str, buffer_ptr: int, size: int, config: Config = _PLAIN, _replace: bool = False) -> int:
         """Store ``size`` bytes at an address."""
-        return self.batch_put_from([key], [buffer_ptr], [size], config)[0]
+        return self.batch_put_from([key], [buffer_ptr], [size], config, _replace)[0]
 
     def batch_put_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig = _DEFAULT_CONFIG,
+        self, keys: Keys, buffer_ptrs: Ints, sizes: Ints, config: Config = _PLAIN, _replace: bool = False
     ) -> list[int]:
         """Store a range of memory for each key."""
-        return self._write(keys, _each(buffer_at, buffer_ptrs, sizes), config)
+        return self._write(keys, _each(buffer_at, buffer_ptrs, sizes), config, _replace)
 
     def batch_put_from_multi_buffers(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        config: ReplicateConfig = _DEFAULT_CONFIG,
+        self, keys: Keys, all_buffer_ptrs: Rows, all_sizes: Rows, config: Config = _PLAIN
     ) -> list[int]:
         """Store the concatenation of several ranges of memory for each key."""
         return self._write(keys, _each(buffers_at, all_buffer_ptrs, all_sizes), config)
 
-    def upsert(self, key: str, value: Any, config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
-        """Store a value in place of the one before, which is removed first: readers may miss the key meanwhile."""
-        return self._write([key], [_bytes_like(value)], config, replace=True)[0]
-
-    def upsert_parts(self, key: str, *parts: Any, config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
-        """As ``put_parts``, in place of the value before."""
-        return self._write([key], [_parts(parts)], config, replace=True)[0]
-
-    def upsert_batch(
-        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig = _DEFAULT_CONFIG
-    ) -> int:
-        """As ``put_batch``, in place of the values before."""
-        written = self._write(keys, [_bytes_like(each) for each in values], config, replace=True)
-        return min(written, default=options.OK)
-
-    def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig = _DEFAULT_CONFIG) -> int:
-        """As ``put_from``, in place of the value before."""
-        return self.batch_upsert_from([key], [buffer_ptr], [size], config)[0]
-
-    def batch_upsert_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig = _DEFAULT_CONFIG,
-    ) -> list[int]:
-        """As ``batch_put_from``, in place of the values before."""
-        return self._write(keys, _each(buffer_at, buffer_ptrs, sizes), config, replace=True)
+    # As the puts, in place of the values before. Those are removed first: readers may miss a key meanwhile.
+    upsert = partialmethod(put, _replace=True)
+    upsert_parts = partialmethod(put_parts, _replace=True)
+    upsert_batch = partialmethod(put_batch, _replace=True)
+    upsert_from = partialmethod(put_from, _replace=True)
+    batch_upsert_from = partialmethod(batch_put_from, _replace=True)
 
     # --- gets
 
@@ -245,7 +139,7 @@ class MooncakeDistributedStore:
         """Return a value; ``b""`` for a missing one."""
         return self.get_batch([key])[0]
 
-    def get_batch(self, keys: Sequence[str]) -> list[bytes]:
+    def get_batch(self, keys: Keys) -> list[bytes]:
         """Return the value of each key; ``b""`` for a missing one."""
         return [b"" if each is None else each for each in self._fetch(keys, bytes)]
 
@@ -253,7 +147,7 @@ class MooncakeDistributedStore:
         """Return a value in memory of its own; None for a missing one."""
         return self.batch_get_buffer([key])[0]
 
-    def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
+    def batch_get_buffer(self, keys: Keys) -> list[BufferHandle | None]:
         """Return each value in memory of its own; None for a missing one."""
         return self._fetch(keys, BufferHandle.of)
 
@@ -261,16 +155,12 @@ class MooncakeDistributedStore:
         """Read a value into memory; return its size."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
-    def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    def batch_get_into(self, keys: Keys, buffer_ptrs: Ints, sizes: Ints) -> list[int]:
         """Read the value of each key into its range of memory; return each size."""
         return self._read(keys, _each(buffer_at, buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        prefer_alloc_in_same_node: bool = False,
+        self, keys: Keys, all_buffer_ptrs: Rows, all_sizes: Rows, prefer_alloc_in_same_node: bool = False
     ) -> list[int]:
         """Read each value into several ranges, which it must fill exactly; return each size."""
         return self._read(keys, _each(buffers_at, all_buffer_ptrs, all_sizes), is_exact=True)
@@ -281,21 +171,21 @@ class MooncakeDistributedStore:
         """Return 1 if the key exists, else 0, even if that cannot be found out: callers take -1 for a yes."""
         return max(0, self.batch_is_exist([key])[0])
 
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+    def batch_is_exist(self, keys: Keys) -> list[int]:
         """Return 1 or 0 for each key, -1 where that cannot be found out."""
         found = self._each_key(keys, keys, lambda session, names, _: session.blocks.look_up(names))
         return [options.INTERNAL_ERROR if isinstance(each, TanghuluError) else int(each) for each in found]
 
     def get_size(self, key: str) -> int:
         """Return the size of a value."""
-        return self._number(lambda session: _stat(session, key).size_bytes)
+        return self._number(lambda session: session.stat(key).size_bytes)
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
         """Return the copies of a value; [] for a missing one."""
-        info = self._outcome(lambda session: _stat(session, key))
+        info = self._outcome(lambda session: session.stat(key))
         return [] if isinstance(info, TanghuluError) else ReplicaDescriptor.all_of(info)
 
-    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+    def batch_get_replica_desc(self, keys: Keys) -> dict[str, list[ReplicaDescriptor]]:
         """Return the copies of each value found."""
         return {key: found for key in keys if (found := self.get_replica_desc(key))}
 
@@ -303,7 +193,7 @@ class MooncakeDistributedStore:
         """Remove a value. Values read lately are removed, too, with and without ``force``."""
         return self.batch_remove([key], force)[0]
 
-    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
+    def batch_remove(self, keys: Keys, force: bool = False) -> list[int]:
         """Remove several values."""
         removed = self._each_key(keys, keys, lambda session, names, _: session.blocks.discard(names))
         return [options.NOT_FOUND if each is False else 0 if each is True else self._code(each) for each in removed]
@@ -314,7 +204,7 @@ class MooncakeDistributedStore:
             wanted = re.compile(regex)
         except re.error as error:
             return self._code(InvalidRequest(f"{regex!r} is not a regular expression: {error}"))
-        return self._number(lambda session: _remove_matching(session, wanted))
+        return self._number(lambda session: session.remove_matching(wanted))
 
     def remove_all(self, force: bool = False) -> int:
         """Remove all values of the tenant; return their number."""
@@ -322,33 +212,27 @@ class MooncakeDistributedStore:
 
     # --- reads in parts
 
-    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
+    def batch_get_session_start(self, keys: Keys) -> list[int]:
         """Return 0 for each key whose parts can be read. Nothing is held: a later read may miss an evicted value."""
         return [options.OK if found == 1 else options.NOT_FOUND for found in self.batch_is_exist(keys)]
 
-    def batch_get_session_end(self, keys: Sequence[str]) -> int:
+    def batch_get_session_end(self, keys: Keys) -> int:
         """Return 0: sessions hold nothing."""
         return options.OK
 
     def batch_get_into_multi_buffer_ranges(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        all_src_offsets: Sequence[Sequence[int]],
+        self, keys: Keys, all_buffer_ptrs: Rows, all_sizes: Rows, all_src_offsets: Rows
     ) -> list[int]:
         """Read parts of each value, from the given offsets, into ranges of memory; return the bytes for each key."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
             return [options.INVALID_PARAMS] * len(keys)
         wanted = zip(keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True)
-        return [self._number(partial(_read_parts, row=row)) for row in wanted]
+        return [self._number(partial(Session.read_parts, row=row)) for row in wanted]
 
     # --- the common part
 
-    def _write(
-        self, keys: Sequence[str], values: Sequence[Any], config: ReplicateConfig, *, replace: bool = False
-    ) -> list[int]:
-        def write(session: _Session, names: list[str], values: list[Any]) -> Sequence[TanghuluError | None]:
+    def _write(self, keys: Keys, values: Sequence[Any], config: Config, replace: bool = False) -> list[int]:
+        def write(session: Session, names: list[str], values: list[Any]) -> Sequence[TanghuluError | None]:
             prefer = session.node_called(config.segment)
             if replace:
                 session.blocks.discard(names)
@@ -359,14 +243,14 @@ class MooncakeDistributedStore:
 
         return [self._code(each) for each in self._each_key(keys, values, write)]
 
-    def _read(self, keys: Sequence[str], buffers: Sequence[Any], *, is_exact: bool = False) -> list[int]:
-        def read(session: _Session, names: list[str], into: list[Any]) -> Sequence[int | TanghuluError]:
+    def _read(self, keys: Keys, buffers: Sequence[Any], *, is_exact: bool = False) -> list[int]:
+        def read(session: Session, names: list[str], into: list[Any]) -> Sequence[int | TanghuluError]:
             got = session.blocks.read(names, into)
             return [_filled(size, room) for size, room in zip(got, into, strict=True)] if is_exact else got
 
         return [self._code(each) for each in self._each_key(keys, buffers, read)]
 
-    def _fetch(self, keys: Sequence[str], copy: Callable[[memoryview], T]) -> list[T | None]:
+    def _fetch(self, keys: Keys, copy: Callable[[memoryview], T]) -> list[T | None]:
         fetched = self._each_key(keys, keys, lambda session, names, _: session.blocks.fetch(names))
         values: list[T | None] = []
         for each in fetched:
@@ -380,16 +264,16 @@ class MooncakeDistributedStore:
 
     def _each_key(
         self,
-        keys: Sequence[str],
+        keys: Keys,
         values: Sequence[Any],
-        call: Callable[[_Session, list[str], list[Any]], Sequence[Any]],
+        call: Callable[[Session, list[str], list[Any]], Sequence[Any]],
     ) -> list[Any]:
         """Return the outcome of ``call`` for each key; an error where a key or its value is one."""
         session = self._session
         if session is None or len(keys) != len(values):
             reason = _NOT_SET_UP if session is None else f"{len(keys)} keys do not match the other arguments in number"
             return [InvalidRequest(reason)] * len(keys)
-        outcomes: list[Any] = [_attempt(session.setup.key, key) for key in keys]
+        outcomes: list[Any] = [_attempt(session.key, key) for key in keys]
         outcomes = [v if isinstance(v, TanghuluError) else name for name, v in zip(outcomes, values, strict=True)]
         good = [at for at, each in enumerate(outcomes) if isinstance(each, str)]
         if good:
@@ -400,11 +284,11 @@ class MooncakeDistributedStore:
                 outcomes[at] = outcome
         return outcomes
 
-    def _number(self, call: Callable[[_Session], int | None]) -> int:
+    def _number(self, call: Callable[[Session], int | None]) -> int:
         """Return the number that ``call`` returns, 0 for None, or the code of its error."""
         return self._code(self._outcome(call))
 
-    def _outcome(self, call: Callable[[_Session], T]) -> T | TanghuluError:
+    def _outcome(self, call: Callable[[Session], T]) -> T | TanghuluError:
         session = self._session
         return InvalidRequest(_NOT_SET_UP) if session is None else _attempt(call, session)
 
@@ -450,15 +334,9 @@ def _each(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     return [_attempt(make, *row) for row in zip(*columns, strict=True)]
 
 
-def _bytes_like(value: Any) -> Any:
-    """Return ``value``; raises TypeError for text, as Mooncake does."""
-    if isinstance(value, str):
-        raise TypeError("a value is a bytes-like object, not str; encode it first")
-    return value
-
-
-def _parts(values: Sequence[Any]) -> list[Any]:
-    return [each for each in map(_bytes_like, values) if memoryview(each).nbytes]
+def _bytes_like(value: Any) -> memoryview:
+    """Return ``value`` as memory; raises TypeError for what has none, such as text."""
+    return memoryview(value)
 
 
 def _filled(size: int | TanghuluError, room: Sequence[Buffer]) -> int | TanghuluError:
@@ -467,30 +345,3 @@ def _filled(size: int | TanghuluError, room: Sequence[Buffer]) -> int | Tanghulu
     if isinstance(size, TanghuluError) or size == wanted:
         return size
     return TransferFailed(f"the value has {size} bytes and its buffers {wanted}; give buffers of the value's size")
-
-
-def _stat(session: _Session, key: str) -> ChunkInfo:
-    return session.client.stat(session.setup.key(key), deadline_s=CALL_S)
-
-
-def _read_parts(session: _Session, row: tuple[str, Sequence[int], Sequence[int], Sequence[int]]) -> int:
-    """Read parts of one value: its key, and the address, size and offset of each part; return the bytes read."""
-    key, addresses, sizes, offsets = row
-    if len(offsets) != len(addresses):
-        raise InvalidRequest(f"{len(addresses)} addresses and {len(offsets)} offsets; give one offset for each")
-    name, buffers = session.setup.key(key), buffers_at(addresses, sizes)
-    parts = zip(buffers, offsets, strict=True)
-    return sum(
-        session.client.get_into(name, buffer, offset=offset, length=buffer.size_bytes, deadline_s=CALL_S)
-        for buffer, offset in parts
-    )
-
-
-def _remove_matching(session: _Session, wanted: re.Pattern[str]) -> int:
-    prefix = session.setup.prefix
-    listed = session.client.list_keys(prefix, deadline_s=CALL_S)
-    outcomes = session.blocks.discard([each.key for each in listed if wanted.search(each.key[len(prefix) :])])
-    errors = [each for each in outcomes if isinstance(each, TanghuluError)]
-    if errors:
-        raise errors[0]
-    return sum(each is True for each in outcomes)
