@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tanghulu
+from tanghulu.compat.mooncake import memory
 from tanghulu.compat.mooncake.options import ReplicateConfig, SetupOptions, SoftPinAction, code_of
 from tanghulu.compat.mooncake.store import MooncakeDistributedStore
 from tanghulu.errors import (
@@ -320,3 +321,23 @@ def test_names_of_keys() -> None:
 def test_hosts() -> None:
     hosts = {name: SetupOptions(name, 0, "h:1").host for name in ("host", "host:77", "10.0.0.1:5", "[::1]")}
     assert hosts == {"host": "host", "host:77": "host", "10.0.0.1:5": "10.0.0.1", "[::1]": "[::1]"}
+
+
+def test_memory_of_a_gpu_is_refused(store: MooncakeDistributedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """Names odd addresses device memory; knows nothing of those below 4096."""
+
+        def cuPointerGetAttribute(self, kind: Any, attribute: int, address: Any) -> int:
+            kind._obj.value = 1 + address.value % 2
+            return int(address.value < 4096)
+
+    monkeypatch.setattr(memory, "_cuda", Driver)
+    assert [store.register_buffer(at, 1) for at in (8191, 8190, 4095)] == [-600, 0, 0]
+    assert store.put_from("k", 8191, 1) == -600
+    assert store.batch_get_into_multi_buffers(["k"], [[8191]], [[1]]) == [-600]
+
+
+def test_without_a_driver_all_memory_is_the_hosts() -> None:
+    if memory._cuda() is not None:
+        pytest.skip("hardware: this process has loaded CUDA")
+    memory.refuse_device_memory(4096)

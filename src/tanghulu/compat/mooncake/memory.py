@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import array
 import ctypes
+import os
 import threading
 from collections.abc import Sequence
+from typing import Any, Final
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.transfer_engine.core.buffers import Buffer
+
+#: CUDA's name of a pointer's kind of memory, and that of a device's.
+_MEMORY_TYPE: Final = 2
+_DEVICE: Final = 2
 
 
 class BufferHandle(array.array):  # type: ignore[type-arg]  # not generic at run time before 3.12
@@ -30,6 +36,25 @@ class BufferHandle(array.array):  # type: ignore[type-arg]  # not generic at run
         return len(self)
 
 
+def refuse_device_memory(address: int) -> None:
+    """Raise InvalidRequest if CUDA, where this process has loaded it, says that ``address`` is memory of a GPU."""
+    cuda, kind = _cuda(), ctypes.c_uint(0)
+    if cuda is None or cuda.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_void_p(address)):
+        return  # memory that CUDA does not know is the host's
+    if kind.value == _DEVICE:
+        raise InvalidRequest(
+            f"{address:#x} is memory of a GPU; give host memory, or use tanghulu's own connector for the engine"
+        )
+
+
+def _cuda() -> Any:
+    """Return CUDA's driver if some package has loaded it; None otherwise."""
+    try:
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
 class RegisteredMemory:
     """The ranges of memory that a caller has registered. Thread-safe."""
 
@@ -41,6 +66,7 @@ class RegisteredMemory:
         """Register a range; raises InvalidRequest for an empty one, or one that overlaps another."""
         if address <= 0 or size <= 0:
             raise InvalidRequest(f"cannot register {size} bytes at {address:#x}; give a range of at least one byte")
+        refuse_device_memory(address)
         with self._lock:
             for begin, length in self._sizes.items():
                 if begin < address + size and address < begin + length:
@@ -61,6 +87,7 @@ def buffer_at(address: int, size: int) -> Buffer:
     """
     if address <= 0 or size <= 0:
         raise InvalidRequest(f"{size} bytes at {address:#x} are no buffer; give at least one byte")
+    refuse_device_memory(address)
     return Buffer((ctypes.c_uint8 * size).from_address(address))
 
 
