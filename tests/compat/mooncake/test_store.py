@@ -197,6 +197,7 @@ def test_a_segment_is_a_node_as_long_as_the_store_is_open(arguments: dict[str, A
     store = MooncakeDistributedStore()
     assert store.setup(**arguments) == 0
     name = store.get_hostname()
+    assert 12300 <= int(name.removeprefix("localhost:")) <= 14300  # as Mooncake picks one
     config = ReplicateConfig(preferred_segment=name, with_hard_pin=True)
     assert store.put("here", b"v" * (1 << 20), config) == 0
     (replica,) = store.get_replica_desc("here")

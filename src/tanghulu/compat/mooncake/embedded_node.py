@@ -17,28 +17,18 @@ END_S = 10.0
 
 
 class EmbeddedNode:
-    """A running node of ``memory_bytes``, reachable at ``host``. Raises NodeUnavailable if it does not start.
+    """A running node of ``memory_bytes`` at ``host`` and ``port``. Raises NodeUnavailable if it does not start.
 
     It takes credentials and further options from the TANGHULU_* variables, as every ``tanghulu node`` does, and leaves
     when this object is closed or this process ends, however that happens: its status stream breaks then.
     """
 
-    def __init__(self, master: str, host: str, memory_bytes: int) -> None:
+    def __init__(self, master: str, host: str, port: int, memory_bytes: int) -> None:
         self._owner = os.getpid()
         self._status, theirs = socket.socketpair()
-        flags = [
-            "--master",
-            master,
-            "--host",
-            host,
-            "--port",
-            "0",
-            "--metrics-port",
-            "0",
-            "--memory",
-            str(memory_bytes),
-        ]
-        command = [sys.executable, "-m", "tanghulu", "node", *flags, "--status-fd", str(theirs.fileno())]
+        flags = [f"--master={master}", f"--host={host}", f"--port={port}", f"--memory={memory_bytes}"]
+        command = [sys.executable, "-m", "tanghulu", "node", *flags]
+        command += ["--metrics-port=0", f"--status-fd={theirs.fileno()}"]
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - it lives as long as this object
         self._process = subprocess.Popen(
             command,

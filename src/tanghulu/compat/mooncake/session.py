@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,13 +26,22 @@ from tanghulu.store.protocol.messages import ChunkInfo
 
 #: Seconds that opening waits for a master that knows all keys, and seconds of calls that are no transfers.
 OPEN_S, CALL_S = 5.0, 5.0
-#: Ports from which Mooncake picks one for a host name without a port; here a part of the name alone.
+#: Ports from which Mooncake picks one for a host name without a port, which programs may rely on.
 _PORTS = range(12300, 14301)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Variables(MasterOptions, ProcessConfig):
     """The options that the TANGHULU_* variables set here and, for a node, in its process."""
+
+
+def _unused_port() -> int:
+    """Return one of `_PORTS` on which nothing listens; 0, which lets the system choose, if none of some is."""
+    for port in random.sample(_PORTS, 20):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    return 0
 
 
 class Session:
@@ -51,16 +62,15 @@ class Session:
         self.client = Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
         self.blocks = BlockStore(self.client)
         self._node: EmbeddedNode | None = None
+        port = _unused_port()
+        self.hostname = setup.local_hostname if setup.host != setup.local_hostname else f"{setup.host}:{port}"
         try:
             self._await_directory()
             if setup.global_segment_size:
-                self._node = EmbeddedNode(setup.master_server_addr, setup.host, setup.global_segment_size)
+                self._node = EmbeddedNode(setup.master_server_addr, setup.host, port, setup.global_segment_size)
         except BaseException:  # an interrupt, too: connections would stay open
             self.client.close()
             raise
-        port = self._node.address.rpartition(":")[2] if self._node is not None else str(random.choice(_PORTS))
-        keeps_name = self._node is None and setup.host != setup.local_hostname
-        self.hostname = setup.local_hostname if keeps_name else f"{setup.host}:{port}"
 
     def _await_directory(self) -> None:
         """Return once the master answers and knows all keys; raises its last error after ``OPEN_S``."""
