@@ -54,6 +54,8 @@ def test_sizes_are_vllm_s_own_unless_given(model):
         ({"vllm": '{"block_size": 16}'}, "use --block-tokens"),
         ({"vllm": '{"prefix_caching_hash_algo": "xxhash"}'}, "the conductor depends"),
         ({"model": "/nowhere"}, "/nowhere"),
+        ({"kv_events": "tcp://10.0.0.1:5557"}, "vLLM listens at every interface only"),
+        ({"kv_events": "5557"}, "is not of the form tcp://HOST:PORT"),
         ({"role": "prefill", "store": False}, "--role prefill hands prompts over through the store"),
     ],
 )

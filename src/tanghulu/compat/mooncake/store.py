@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from tanghulu.compat.mooncake import options
 from tanghulu.compat.mooncake.memory import BufferHandle, RegisteredMemory, buffer_at, buffers_at
+from tanghulu.compat.mooncake.open_store import OpenStore
 from tanghulu.compat.mooncake.options import ReplicateConfig, SetupOptions, code_of
 from tanghulu.compat.mooncake.replicas import ReplicaDescriptor
-from tanghulu.compat.mooncake.session import Session
 from tanghulu.errors import ChunkNotFound, InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.core.buffers import Buffer
 
@@ -43,7 +43,7 @@ class MooncakeDistributedStore:
     """See Mooncake's documentation of its Python API, and docs/engines/mooncake.md for the differences."""
 
     def __init__(self) -> None:
-        self._session: Session | None = None
+        self._opened: OpenStore | None = None
         self._memory = RegisteredMemory()
         self._logged: set[int] = set()
 
@@ -57,7 +57,7 @@ class MooncakeDistributedStore:
         """
         self.close()
         try:
-            self._session = Session(SetupOptions.of(_setup_values(args, named)))
+            self._opened = OpenStore(SetupOptions.of(_setup_values(args, named)))
         except TanghuluError as error:
             _log.error("tanghulu: setup failed: %s: %s", error.code, error.message)
             return options.INTERNAL_ERROR
@@ -70,31 +70,31 @@ class MooncakeDistributedStore:
 
     def close(self) -> int:
         """Close the store, and end the node that ``setup`` started, if any. May be called again."""
-        session, self._session = self._session, None
+        opened, self._opened = self._opened, None
         self._memory, self._logged = RegisteredMemory(), set()
-        if session is not None:
-            session.close()
+        if opened is not None:
+            opened.close()
         return options.OK
 
     def health_check(self) -> int:
         """Return 0 if the master answers, 1 before ``setup``, 2 if it does not answer."""
-        if self._session is None:
+        if self._opened is None:
             return 1
-        return 2 if self._number(Session.ping) else 0
+        return 2 if self._number(OpenStore.ping) else 0
 
     def get_hostname(self) -> str:
         """Return the name of this store's segment, for ``preferred_segment``; "" before ``setup``."""
-        return "" if self._session is None else self._session.hostname
+        return "" if self._opened is None else self._opened.hostname
 
     # --- memory
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
         """Register memory for transfers. Those of other memory work, too."""
-        return self._number(lambda session: self._memory.add(buffer_ptr, size))
+        return self._number(lambda opened: self._memory.add(buffer_ptr, size))
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
         """Undo ``register_buffer``."""
-        return self._number(lambda session: self._memory.remove(buffer_ptr))
+        return self._number(lambda opened: self._memory.remove(buffer_ptr))
 
     # --- puts; ``_replace`` is for the upserts
 
@@ -173,16 +173,16 @@ class MooncakeDistributedStore:
 
     def batch_is_exist(self, keys: Keys) -> list[int]:
         """Return 1 or 0 for each key, -1 where that cannot be found out."""
-        found = self._each_key(keys, keys, lambda session, names, _: session.blocks.look_up(names))
+        found = self._each_key(keys, keys, lambda opened, names, _: opened.blocks.look_up(names))
         return [options.INTERNAL_ERROR if isinstance(each, TanghuluError) else int(each) for each in found]
 
     def get_size(self, key: str) -> int:
         """Return the size of a value."""
-        return self._number(lambda session: session.stat(key).size_bytes)
+        return self._number(lambda opened: opened.stat(key).size_bytes)
 
     def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
         """Return the copies of a value; [] for a missing one."""
-        info = self._outcome(lambda session: session.stat(key))
+        info = self._outcome(lambda opened: opened.stat(key))
         return [] if isinstance(info, TanghuluError) else ReplicaDescriptor.all_of(info)
 
     def batch_get_replica_desc(self, keys: Keys) -> dict[str, list[ReplicaDescriptor]]:
@@ -195,7 +195,7 @@ class MooncakeDistributedStore:
 
     def batch_remove(self, keys: Keys, force: bool = False) -> list[int]:
         """Remove several values."""
-        removed = self._each_key(keys, keys, lambda session, names, _: session.blocks.discard(names))
+        removed = self._each_key(keys, keys, lambda opened, names, _: opened.blocks.discard(names))
         return [options.NOT_FOUND if each is False else 0 if each is True else self._code(each) for each in removed]
 
     def remove_by_regex(self, regex: str, force: bool = False) -> int:
@@ -204,7 +204,7 @@ class MooncakeDistributedStore:
             wanted = re.compile(regex)
         except re.error as error:
             return self._code(InvalidRequest(f"{regex!r} is not a regular expression: {error}"))
-        return self._number(lambda session: session.remove_matching(wanted))
+        return self._number(lambda opened: opened.remove_matching(wanted))
 
     def remove_all(self, force: bool = False) -> int:
         """Remove all values of the tenant; return their number."""
@@ -227,31 +227,31 @@ class MooncakeDistributedStore:
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes) == len(all_src_offsets):
             return [options.INVALID_PARAMS] * len(keys)
         wanted = zip(keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True)
-        return [self._number(partial(Session.read_parts, row=row)) for row in wanted]
+        return [self._number(partial(OpenStore.read_parts, row=row)) for row in wanted]
 
     # --- the common part
 
     def _write(self, keys: Keys, values: Sequence[Any], config: Config, replace: bool = False) -> list[int]:
-        def write(session: Session, names: list[str], values: list[Any]) -> Sequence[TanghuluError | None]:
-            prefer = session.node_called(config.segment)
+        def write(opened: OpenStore, names: list[str], values: list[Any]) -> Sequence[TanghuluError | None]:
+            prefer = opened.node_called(config.segment)
             if replace:
-                session.blocks.discard(names)
+                opened.blocks.discard(names)
             chosen = {"replicas": config.replicas, "pin": config.pin, "prefer_node": prefer}
-            written = session.blocks.write(names, values, **chosen)
+            written = opened.blocks.write(names, values, **chosen)
             # ``BlockStore`` skips a store that is away as a miss; for a put that is no outcome.
             return [NodeUnavailable(each.message) if isinstance(each, ChunkNotFound) else each for each in written]
 
         return [self._code(each) for each in self._each_key(keys, values, write)]
 
     def _read(self, keys: Keys, buffers: Sequence[Any], *, is_exact: bool = False) -> list[int]:
-        def read(session: Session, names: list[str], into: list[Any]) -> Sequence[int | TanghuluError]:
-            got = session.blocks.read(names, into)
+        def read(opened: OpenStore, names: list[str], into: list[Any]) -> Sequence[int | TanghuluError]:
+            got = opened.blocks.read(names, into)
             return [_filled(size, room) for size, room in zip(got, into, strict=True)] if is_exact else got
 
         return [self._code(each) for each in self._each_key(keys, buffers, read)]
 
     def _fetch(self, keys: Keys, copy: Callable[[memoryview], T]) -> list[T | None]:
-        fetched = self._each_key(keys, keys, lambda session, names, _: session.blocks.fetch(names))
+        fetched = self._each_key(keys, keys, lambda opened, names, _: opened.blocks.fetch(names))
         values: list[T | None] = []
         for each in fetched:
             if isinstance(each, TanghuluError):
@@ -266,31 +266,31 @@ class MooncakeDistributedStore:
         self,
         keys: Keys,
         values: Sequence[Any],
-        call: Callable[[Session, list[str], list[Any]], Sequence[Any]],
+        call: Callable[[OpenStore, list[str], list[Any]], Sequence[Any]],
     ) -> list[Any]:
         """Return the outcome of ``call`` for each key; an error where a key or its value is one."""
-        session = self._session
-        if session is None or len(keys) != len(values):
-            reason = _NOT_SET_UP if session is None else f"{len(keys)} keys do not match the other arguments in number"
+        opened = self._opened
+        if opened is None or len(keys) != len(values):
+            reason = _NOT_SET_UP if opened is None else f"{len(keys)} keys do not match the other arguments in number"
             return [InvalidRequest(reason)] * len(keys)
-        outcomes: list[Any] = [_attempt(session.key, key) for key in keys]
+        outcomes: list[Any] = [_attempt(opened.key, key) for key in keys]
         outcomes = [v if isinstance(v, TanghuluError) else name for name, v in zip(outcomes, values, strict=True)]
         good = [at for at, each in enumerate(outcomes) if isinstance(each, str)]
         if good:
             names, rest = [outcomes[at] for at in good], [values[at] for at in good]
-            made = _attempt(call, session, names, rest)
+            made = _attempt(call, opened, names, rest)
             made = [made] * len(good) if isinstance(made, TanghuluError) else made
             for at, outcome in zip(good, made, strict=True):
                 outcomes[at] = outcome
         return outcomes
 
-    def _number(self, call: Callable[[Session], int | None]) -> int:
+    def _number(self, call: Callable[[OpenStore], int | None]) -> int:
         """Return the number that ``call`` returns, 0 for None, or the code of its error."""
         return self._code(self._outcome(call))
 
-    def _outcome(self, call: Callable[[Session], T]) -> T | TanghuluError:
-        session = self._session
-        return InvalidRequest(_NOT_SET_UP) if session is None else _attempt(call, session)
+    def _outcome(self, call: Callable[[OpenStore], T]) -> T | TanghuluError:
+        opened = self._opened
+        return InvalidRequest(_NOT_SET_UP) if opened is None else _attempt(call, opened)
 
     def _code(self, outcome: Any) -> int:
         """Return the code of an outcome; the first error of each code since ``setup`` is logged."""

@@ -44,7 +44,7 @@ def _unused_port() -> int:
     return 0
 
 
-class Session:
+class OpenStore:
     """The open store. Raises TanghuluError if it cannot be opened; ``blocks`` has the calls for data, by ``key``."""
 
     def __init__(self, setup: SetupOptions) -> None:
