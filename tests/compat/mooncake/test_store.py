@@ -232,6 +232,7 @@ def test_a_store_that_is_away_is_a_code(caplog: pytest.LogCaptureFixture) -> Non
         cluster.master.kill()
         assert store.put("l", b"v") == -900
         assert store.put("l", b"v") == -900  # skipped: the store did not answer a moment ago
+        assert store.upsert("k", b"w") == -900
         assert [store.is_exist("k"), store.batch_is_exist(["k"])] == [0, [-1]]
         assert store.get("k") == b""
         assert store.get_into("k", ctypes.addressof(buffer), 8) < 0

@@ -234,12 +234,12 @@ class MooncakeDistributedStore:
     def _write(self, keys: Keys, values: Sequence[Any], config: Config, replace: bool = False) -> list[int]:
         def write(opened: OpenStore, names: list[str], values: list[Any]) -> Sequence[TanghuluError | None]:
             prefer = opened.node_called(config.segment)
-            if replace:
-                opened.blocks.discard(names)
+            removed = opened.blocks.discard(names) if replace else names
             chosen = {"replicas": config.replicas, "pin": config.pin, "prefer_node": prefer}
             written = opened.blocks.write(names, values, **chosen)
+            failed = [was if isinstance(was, TanghuluError) else put for was, put in zip(removed, written, strict=True)]
             # ``BlockStore`` skips a store that is away as a miss; for a put that is no outcome.
-            return [NodeUnavailable(each.message) if isinstance(each, ChunkNotFound) else each for each in written]
+            return [NodeUnavailable(each.message) if isinstance(each, ChunkNotFound) else each for each in failed]
 
         return [self._code(each) for each in self._each_key(keys, values, write)]
 
