@@ -33,6 +33,7 @@ from msgspec import Struct
 
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.policies import make_policy
+from tanghulu.hashing import TokenSequence
 from tanghulu.types import BlockHash, ChunkKey
 
 DEFAULT_EVICTION = "reuse"
@@ -46,10 +47,15 @@ class KvEventKind(Enum):
 
 
 class KvEvent(Struct, frozen=True):
-    """One change of the prefix cache, to be published in order."""
+    """One change of the prefix cache, to be published in order.
+
+    A stored block is block ``index`` of ``sequence``, which may grow meanwhile; None if its tokens are unknown.
+    """
 
     kind: KvEventKind
     block_hash: BlockHash
+    sequence: TokenSequence | None = None
+    index: int = 0
 
 
 class BlockPool:
@@ -176,11 +182,12 @@ class BlockPool:
         for block in blocks:
             self._in_transfer.remove(block)
 
-    def commit(self, block: int, block_hash: BlockHash) -> bool:
+    def commit(self, block: int, block_hash: BlockHash, sequence: TokenSequence | None = None, index: int = 0) -> bool:
         """Record that the held block now holds the KV named by ``block_hash``; from here on it can be matched.
 
         Returns False, changing nothing, if another block already has that hash (two requests computed the same prefix
-        side by side): this one stays private and is freed on release. Committing twice is a no-op.
+        side by side): this one stays private and is freed on release. Committing twice is a no-op. ``sequence`` and
+        ``index`` are for the event, see ``KvEvent``.
         """
         assert self._references[block] > 0, f"block {block} is held by nobody"
         assert block not in self._in_transfer, f"block {block} is still being written"
@@ -190,7 +197,7 @@ class BlockPool:
         assert self._hashes[block] is None, f"block {block} is committed under another hash"
         self._hashes[block] = block_hash
         self._by_hash[block_hash] = block
-        self._events.append(KvEvent(KvEventKind.STORED, block_hash))
+        self._events.append(KvEvent(KvEventKind.STORED, block_hash, sequence, index))
         return True
 
     def release(self, blocks: Sequence[int], *, used: bool = True, copied: bool = False) -> None:
