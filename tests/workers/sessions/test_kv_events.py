@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tanghulu.conductor.routing_service.vllm_events import EventDecoder, EventSource, VllmFollower
+from tanghulu.conductor.engines.events import EventDecoder, EventSource, VllmFollower
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence
 from tanghulu.session.outputs import KvChange
