@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctanghulu/protos/router.proto\x12\x0btanghulu.v1\"\x0c\n\nRouterDone\"\x13\n\x11RouterDumpRequest\"H\n\x0cRouterWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\x12\x0b\n\x03url\x18\x04 \x01(\t\"\x1e\n\x0eRouterGenerate\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\";\n\x0bRouterPiece\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\"\n\x10RouterWorkerName\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\'\n\x11RouterRequestName\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe1\x01\n\nRouterLoad\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x1e\n\x16prefill_tokens_waiting\x18\x06 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x07 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x08 \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\t \x01(\x01\"P\n\x0cRouterEvents\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06stored\x18\x02 \x03(\x0c\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\x0f\n\x07\x63leared\x18\x04 \x01(\x08\"\xaa\x02\n\x0eRouterQuestion\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x0e\n\x06policy\x18\x06 \x01(\t\x12\x39\n\x07weights\x18\x07 \x03(\x0b\x32(.tanghulu.v1.RouterQuestion.WeightsEntry\x12\x16\n\x0eprefill_worker\x18\x08 \x01(\t\x12\x15\n\rdecode_worker\x18\t \x01(\t\x12\x0f\n\x07\x65xplain\x18\n \x01(\x08\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"p\n\x10RouterAddRequest\x12-\n\x08question\x18\x01 \x01(\x0b\x32\x1b.tanghulu.v1.RouterQuestion\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\"\xa5\x01\n\x0fRouterCandidate\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x05terms\x18\x04 \x03(\x0b\x32\'.tanghulu.v1.RouterCandidate.TermsEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x85\x01\n\nRouterBest\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\x12\x30\n\ncandidates\x18\x04 \x03(\x0b\x32\x1c.tanghulu.v1.RouterCandidate\"3\n\rRouterOverlap\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\">\n\x0eRouterOverlaps\x12,\n\x08overlaps\x18\x01 \x03(\x0b\x32\x1a.tanghulu.v1.RouterOverlap\"j\n\x13RouterPotentialLoad\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x15\n\rdecode_blocks\x18\x03 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x04 \x01(\r\"G\n\x14RouterPotentialLoads\x12/\n\x05loads\x18\x01 \x03(\x0b\x32 .tanghulu.v1.RouterPotentialLoad2\xd6\x06\n\x06Router\x12?\n\tPutWorker\x12\x19.tanghulu.v1.RouterWorker\x1a\x17.tanghulu.v1.RouterDone\x12\x46\n\x0cRemoveWorker\x12\x1d.tanghulu.v1.RouterWorkerName\x1a\x17.tanghulu.v1.RouterDone\x12>\n\nReportLoad\x12\x17.tanghulu.v1.RouterLoad\x1a\x17.tanghulu.v1.RouterDone\x12\x43\n\rPublishEvents\x12\x19.tanghulu.v1.RouterEvents\x1a\x17.tanghulu.v1.RouterDone\x12\x42\n\nBestWorker\x12\x1b.tanghulu.v1.RouterQuestion\x1a\x17.tanghulu.v1.RouterBest\x12\x44\n\nAddRequest\x12\x1d.tanghulu.v1.RouterAddRequest\x1a\x17.tanghulu.v1.RouterDone\x12K\n\x10PrefillCompleted\x12\x1e.tanghulu.v1.RouterRequestName\x1a\x17.tanghulu.v1.RouterDone\x12?\n\x04\x46ree\x12\x1e.tanghulu.v1.RouterRequestName\x1a\x17.tanghulu.v1.RouterDone\x12\x44\n\x08Overlaps\x12\x1b.tanghulu.v1.RouterQuestion\x1a\x1b.tanghulu.v1.RouterOverlaps\x12P\n\x0ePotentialLoads\x12\x1b.tanghulu.v1.RouterQuestion\x1a!.tanghulu.v1.RouterPotentialLoads\x12\x43\n\x08Generate\x12\x1b.tanghulu.v1.RouterGenerate\x1a\x18.tanghulu.v1.RouterPiece0\x01\x12I\n\nDumpEvents\x12\x1e.tanghulu.v1.RouterDumpRequest\x1a\x19.tanghulu.v1.RouterEvents0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctanghulu/protos/router.proto\x12\x0btanghulu.v1\"\x0c\n\nRouterDone\"\x13\n\x11RouterDumpRequest\"H\n\x0cRouterWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\x12\x0b\n\x03url\x18\x04 \x01(\t\"\x1e\n\x0eRouterGenerate\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\";\n\x0bRouterPiece\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\"\n\x10RouterWorkerName\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\'\n\x11RouterRequestName\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe1\x01\n\nRouterLoad\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x1e\n\x16prefill_tokens_waiting\x18\x06 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x07 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x08 \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\t \x01(\x01\"P\n\x0cRouterEvents\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06stored\x18\x02 \x03(\x0c\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\x0f\n\x07\x63leared\x18\x04 \x01(\x08\"\x88\x03\n\x0eRouterQuestion\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x0e\n\x06policy\x18\x06 \x01(\t\x12\x39\n\x07weights\x18\x07 \x03(\x0b\x32(.tanghulu.v1.RouterQuestion.WeightsEntry\x12\x16\n\x0eprefill_worker\x18\x08 \x01(\t\x12\x15\n\rdecode_worker\x18\t \x01(\t\x12\x0f\n\x07\x65xplain\x18\n \x01(\x08\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0c\n\x04lora\x18\x0c \x01(\t\x12\x11\n\tlora_path\x18\r \x01(\t\x12\'\n\x05media\x18\x0e \x03(\x0b\x32\x18.tanghulu.v1.RouterMedia\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"A\n\x0bRouterMedia\x12\x12\n\nidentifier\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"p\n\x10RouterAddRequest\x12-\n\x08question\x18\x01 \x01(\x0b\x32\x1b.tanghulu.v1.RouterQuestion\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\"\xa5\x01\n\x0fRouterCandidate\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05phase\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x36\n\x05terms\x18\x04 \x03(\x0b\x32\'.tanghulu.v1.RouterCandidate.TermsEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x85\x01\n\nRouterBest\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\x12\x30\n\ncandidates\x18\x04 \x03(\x0b\x32\x1c.tanghulu.v1.RouterCandidate\"3\n\rRouterOverlap\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\">\n\x0eRouterOverlaps\x12,\n\x08overlaps\x18\x01 \x03(\x0b\x32\x1a.tanghulu.v1.RouterOverlap\"j\n\x13RouterPotentialLoad\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x15\n\rdecode_blocks\x18\x03 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x04 \x01(\r\"G\n\x14RouterPotentialLoads\x12/\n\x05loads\x18\x01 \x03(\x0b\x32 .tanghulu.v1.RouterPotentialLoad2\xd6\x06\n\x06Router\x12?\n\tPutWorker\x12\x19.tanghulu.v1.RouterWorker\x1a\x17.tanghulu.v1.RouterDone\x12\x46\n\x0cRemoveWorker\x12\x1d.tanghulu.v1.RouterWorkerName\x1a\x17.tanghulu.v1.RouterDone\x12>\n\nReportLoad\x12\x17.tanghulu.v1.RouterLoad\x1a\x17.tanghulu.v1.RouterDone\x12\x43\n\rPublishEvents\x12\x19.tanghulu.v1.RouterEvents\x1a\x17.tanghulu.v1.RouterDone\x12\x42\n\nBestWorker\x12\x1b.tanghulu.v1.RouterQuestion\x1a\x17.tanghulu.v1.RouterBest\x12\x44\n\nAddRequest\x12\x1d.tanghulu.v1.RouterAddRequest\x1a\x17.tanghulu.v1.RouterDone\x12K\n\x10PrefillCompleted\x12\x1e.tanghulu.v1.RouterRequestName\x1a\x17.tanghulu.v1.RouterDone\x12?\n\x04\x46ree\x12\x1e.tanghulu.v1.RouterRequestName\x1a\x17.tanghulu.v1.RouterDone\x12\x44\n\x08Overlaps\x12\x1b.tanghulu.v1.RouterQuestion\x1a\x1b.tanghulu.v1.RouterOverlaps\x12P\n\x0ePotentialLoads\x12\x1b.tanghulu.v1.RouterQuestion\x1a!.tanghulu.v1.RouterPotentialLoads\x12\x43\n\x08Generate\x12\x1b.tanghulu.v1.RouterGenerate\x1a\x18.tanghulu.v1.RouterPiece0\x01\x12I\n\nDumpEvents\x12\x1e.tanghulu.v1.RouterDumpRequest\x1a\x19.tanghulu.v1.RouterEvents0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,25 +54,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTEREVENTS']._serialized_start=552
   _globals['_ROUTEREVENTS']._serialized_end=632
   _globals['_ROUTERQUESTION']._serialized_start=635
-  _globals['_ROUTERQUESTION']._serialized_end=933
-  _globals['_ROUTERQUESTION_WEIGHTSENTRY']._serialized_start=887
-  _globals['_ROUTERQUESTION_WEIGHTSENTRY']._serialized_end=933
-  _globals['_ROUTERADDREQUEST']._serialized_start=935
-  _globals['_ROUTERADDREQUEST']._serialized_end=1047
-  _globals['_ROUTERCANDIDATE']._serialized_start=1050
-  _globals['_ROUTERCANDIDATE']._serialized_end=1215
-  _globals['_ROUTERCANDIDATE_TERMSENTRY']._serialized_start=1171
-  _globals['_ROUTERCANDIDATE_TERMSENTRY']._serialized_end=1215
-  _globals['_ROUTERBEST']._serialized_start=1218
-  _globals['_ROUTERBEST']._serialized_end=1351
-  _globals['_ROUTEROVERLAP']._serialized_start=1353
-  _globals['_ROUTEROVERLAP']._serialized_end=1404
-  _globals['_ROUTEROVERLAPS']._serialized_start=1406
-  _globals['_ROUTEROVERLAPS']._serialized_end=1468
-  _globals['_ROUTERPOTENTIALLOAD']._serialized_start=1470
-  _globals['_ROUTERPOTENTIALLOAD']._serialized_end=1576
-  _globals['_ROUTERPOTENTIALLOADS']._serialized_start=1578
-  _globals['_ROUTERPOTENTIALLOADS']._serialized_end=1649
-  _globals['_ROUTER']._serialized_start=1652
-  _globals['_ROUTER']._serialized_end=2506
+  _globals['_ROUTERQUESTION']._serialized_end=1027
+  _globals['_ROUTERQUESTION_WEIGHTSENTRY']._serialized_start=981
+  _globals['_ROUTERQUESTION_WEIGHTSENTRY']._serialized_end=1027
+  _globals['_ROUTERMEDIA']._serialized_start=1029
+  _globals['_ROUTERMEDIA']._serialized_end=1094
+  _globals['_ROUTERADDREQUEST']._serialized_start=1096
+  _globals['_ROUTERADDREQUEST']._serialized_end=1208
+  _globals['_ROUTERCANDIDATE']._serialized_start=1211
+  _globals['_ROUTERCANDIDATE']._serialized_end=1376
+  _globals['_ROUTERCANDIDATE_TERMSENTRY']._serialized_start=1332
+  _globals['_ROUTERCANDIDATE_TERMSENTRY']._serialized_end=1376
+  _globals['_ROUTERBEST']._serialized_start=1379
+  _globals['_ROUTERBEST']._serialized_end=1512
+  _globals['_ROUTEROVERLAP']._serialized_start=1514
+  _globals['_ROUTEROVERLAP']._serialized_end=1565
+  _globals['_ROUTEROVERLAPS']._serialized_start=1567
+  _globals['_ROUTEROVERLAPS']._serialized_end=1629
+  _globals['_ROUTERPOTENTIALLOAD']._serialized_start=1631
+  _globals['_ROUTERPOTENTIALLOAD']._serialized_end=1737
+  _globals['_ROUTERPOTENTIALLOADS']._serialized_start=1739
+  _globals['_ROUTERPOTENTIALLOADS']._serialized_end=1810
+  _globals['_ROUTER']._serialized_start=1813
+  _globals['_ROUTER']._serialized_end=2667
 # @@protoc_insertion_point(module_scope)

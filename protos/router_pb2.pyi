@@ -89,7 +89,7 @@ class RouterEvents(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...
 
 class RouterQuestion(_message.Message):
-    __slots__ = ("block_hashes", "tokens", "num_tokens", "request_id", "session", "policy", "weights", "prefill_worker", "decode_worker", "explain")
+    __slots__ = ("block_hashes", "tokens", "num_tokens", "request_id", "session", "policy", "weights", "prefill_worker", "decode_worker", "explain", "cache_salt", "lora", "lora_path", "media")
     class WeightsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,10 @@ class RouterQuestion(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     tokens: bytes
     num_tokens: int
@@ -117,7 +121,21 @@ class RouterQuestion(_message.Message):
     prefill_worker: str
     decode_worker: str
     explain: bool
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., tokens: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., session: _Optional[str] = ..., policy: _Optional[str] = ..., weights: _Optional[_Mapping[str, float]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., explain: _Optional[bool] = ...) -> None: ...
+    cache_salt: str
+    lora: str
+    lora_path: str
+    media: _containers.RepeatedCompositeFieldContainer[RouterMedia]
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., tokens: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., session: _Optional[str] = ..., policy: _Optional[str] = ..., weights: _Optional[_Mapping[str, float]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., explain: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., lora: _Optional[str] = ..., lora_path: _Optional[str] = ..., media: _Optional[_Iterable[_Union[RouterMedia, _Mapping]]] = ...) -> None: ...
+
+class RouterMedia(_message.Message):
+    __slots__ = ("identifier", "offset", "length")
+    IDENTIFIER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    identifier: str
+    offset: int
+    length: int
+    def __init__(self, identifier: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class RouterAddRequest(_message.Message):
     __slots__ = ("question", "prefill_worker", "decode_worker")

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import (
     VLLM_SHA256_CBOR,
+    BlockExtras,
+    Media,
     TokenSequence,
     cbor,
     root_hash,
@@ -55,6 +57,8 @@ SALTED = [
             "981e" + "".join(f"{n:02x}" for n in range(24)) + "181818191 81a181b181c181d".replace(" ", ""),
         ),
         (None, "f6"),
+        (-1, "20"),
+        (-500, "3901f3"),
         ((1, ("a", None)), "8201826161f6"),
     ],
 )
@@ -70,6 +74,39 @@ def test_block_hashes():
     assert [h.hex() for h in salted] == SALTED[:3]
     assert vllm_event_hash(vllm_chain_hashes(root, TOKENS, 4)[-1]) == 8662069637289929039
     assert vllm_chain_hashes(root, TOKENS[:3], 4) == []
+
+
+#: By vLLM 0.32 itself, for adapter sql of /adapters/sql; then with salt tenant, cat at 2 to 5, dog at 7 to 12.
+WITH_LORA = "daac6fb5d87cfb3f615f15e8e3f27fedd918830d783e3e2f998fb05199f8aec8"
+WITH_ALL = [
+    "94a784eb250815702a6105f8878aaea128f77c98d7709e1f58fbfcff35e90f16",
+    "0501f4029e863a4fffd40ce81ec524f7d0617ab57a03b50b29cae1dfda1ae186",
+    "29c8d180481393cfb113101f6c2b8f692075a564ed4e7a9825674786da4a6dfa",
+    "925db971e69c0551723b56014d1b044c6c7b1e0ab48b26d2ed52edc9bc85eaf5",
+]
+
+
+def test_adapters_salts_and_media_are_part_of_vllms_names():
+    root, media = vllm_root_hash("0"), (Media("cat", 2, 4), Media("dog", 7, 6))
+    names = BlockExtras(lora="sql", lora_path="/adapters/sql").hashes(root, TOKENS, 4, VLLM_SHA256_CBOR)
+    assert names[0].hex() == WITH_LORA
+    names = BlockExtras("tenant", "sql", "/adapters/sql", media).hashes(root, TOKENS, 4, VLLM_SHA256_CBOR)
+    assert [each.hex() for each in names] == WITH_ALL
+    assert BlockExtras().hashes(root, TOKENS, 4, VLLM_SHA256_CBOR) == vllm_chain_hashes(root, TOKENS, 4)
+
+
+def test_other_names_differ_from_where_the_prompts_do():
+    root = root_hash(Fingerprint(bytes(16)))
+
+    def names(**extras):
+        return BlockExtras(**extras).hashes(root, TOKENS, 4, "xxh3_128")
+
+    plain, cat, dog = names(), names(media=(Media("cat", 5, 2),)), names(media=(Media("dog", 5, 2),))
+    assert cat[0] == dog[0]
+    assert not {*cat[1:]} & {*dog[1:]}
+    different = [plain, names(salt="a"), names(lora="a"), names(lora="a", lora_path="b"), cat]
+    assert len({each[0] for each in different}) == len(different)
+    assert names(media=(Media("far", 1 << 30, 9),))[0] == cat[0], "media behind the prompt change nothing before"
 
 
 #: Tokens around the places where CBOR's numbers grow by a byte.

@@ -194,14 +194,19 @@ def _within_context(prompt: Tokens, num_tokens: int, model: ServedModel) -> int:
     return max(min(num_tokens, model.card.context_length - len(prompt)), 1)
 
 
-async def tokenise(body: TokenizeBody, model: ServedModel, parsers: ParserNames) -> list[Tokens]:
-    """Return the tokens of a text, of several, or of a chat, counted as in a completion's or chat's usage."""
+async def tokenise(
+    body: TokenizeBody, model: ServedModel, parsers: ParserNames, salt: bytes | None = None
+) -> list[Tokens]:
+    """Return the tokens of a text, of several, or of a chat, counted as in a completion's or chat's usage.
+
+    With a ``salt``, common beginnings of chats with that salt are cached.
+    """
     if body.messages is None:
         return await _tokenised(model, body.prompt or "", body.is_large, body.add_special_tokens)
     form = form_of(model.card.chat_template, parsers)
     shown = await made_ready(body.is_large, _shown, body, model, form)
     text = await model.render_chat(shown.messages, shown.variables)
-    return [await model.encode(text, add_special_tokens=False)]
+    return [await model.encode(text, False, salt)]
 
 
 def _scoring(*num_top: int | None) -> PromptScoring | None:

@@ -15,7 +15,7 @@ from tanghulu.conductor.inference.schema import RoutingFields
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service.service import Best, PotentialLoad, RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest
-from tanghulu.hashing import Tokens, as_tokens
+from tanghulu.hashing import NO_EXTRAS, BlockExtras, Media, Tokens, as_tokens
 from tanghulu.runtime.clock import Clock
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.outputs import KvChange
@@ -23,6 +23,8 @@ from tanghulu.types import BlockHash, InstanceId, Place, Role
 from tanghulu.web.errors import from_validation
 
 MAX_HASH_BYTES: Final = 32
+#: Images and other media in one prompt.
+MAX_MEDIA: Final = 256
 #: The figures of a worker's load that the service takes.
 LOADS: Final = (
     *("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting"),
@@ -41,8 +43,8 @@ class Hasher:
     def __post_init__(self) -> None:
         self._cache = HashCache()
 
-    def hashes(self, tokens: Tokens) -> list[BlockHash]:
-        return self._cache.chain(self.root, tokens, self.block_tokens, self.algorithm)
+    def hashes(self, tokens: Tokens, extras: BlockExtras = NO_EXTRAS) -> list[BlockHash]:
+        return extras.hashes(self.root, tokens, self.block_tokens, self.algorithm, self._cache.chain)
 
 
 class RouterApi:
@@ -103,9 +105,16 @@ class RouterApi:
         """Return the load each worker would have with the request."""
         return self.service.potential_loads(self._query(message, caller), self._clock.now_s())
 
-    def query(self, tokens: Tokens, overrides: RoutingOverrides, session: str, caller: RoutingClient) -> RoutingQuery:
+    def query(
+        self,
+        tokens: Tokens,
+        overrides: RoutingOverrides,
+        session: str,
+        caller: RoutingClient,
+        extras: BlockExtras = NO_EXTRAS,
+    ) -> RoutingQuery:
         """Return the query of ``caller`` for a prompt of ``tokens``."""
-        return RoutingQuery(caller.blocks(self._hasher.hashes(tokens)), len(tokens), overrides, session)
+        return RoutingQuery(caller.blocks(self._hasher.hashes(tokens, extras)), len(tokens), overrides, session)
 
     def _query(self, message: Any, caller: RoutingClient) -> RoutingQuery:
         """Return the query of a message with either hashes or tokens."""
@@ -122,7 +131,11 @@ class RouterApi:
             return RoutingQuery(caller.blocks(hashes), message.num_tokens, overrides, message.session)
         if hashes:
             raise InvalidRequest("give either block_hashes or tokens, not both")
-        return self.query(as_tokens(message.tokens), overrides, message.session, caller)
+        if len(message.media) > MAX_MEDIA:
+            raise InvalidRequest(f"the prompt has {len(message.media)} items of media; the limit is {MAX_MEDIA}")
+        media = tuple(Media(each.identifier, each.offset, each.length) for each in message.media)
+        extras = BlockExtras(message.cache_salt, message.lora, message.lora_path, media)
+        return self.query(as_tokens(message.tokens), overrides, message.session, caller, extras)
 
 
 def overrides_of(fields: Any, where: str = "") -> RoutingOverrides:

@@ -14,6 +14,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -29,7 +30,7 @@ from tanghulu.conductor.pool_router.relaying import (
 from tanghulu.conductor.routing_service.api import RouterApi, overrides_of
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest, NodeUnavailable
-from tanghulu.hashing import as_tokens
+from tanghulu.hashing import BlockExtras, as_tokens
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 
@@ -112,9 +113,9 @@ class Generator:
 
     def _pick(self, query: RoutingQuery, tried: Mapping[InstanceId, str]) -> RoutableWorker:
         if len(tried) < MAX_ATTEMPTS:
-            best = self._service.best_of(self._with_urls(tried.keys()), query, self._clock.now_s())
-            if best is not None:
-                return best
+            best = self._service.ranked(self._with_urls(tried.keys()), query, self._clock.now_s())
+            if best:
+                return best[0]
         reasons = (
             "; ".join(f"{worker}: {why}" for worker, why in tried.items()) or "none has a url and does both phases"
         )
@@ -135,5 +136,12 @@ class Generator:
         overrides = overrides_of(given.pop("routing", {}), "routing: ")
         rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        query = self._api.query(as_tokens(ids), overrides, str(given.get("session", "")), caller)
+        query = self._api.query(as_tokens(ids), overrides, str(given.get("session", "")), caller, _extras(given))
         return _ParsedGenerate(request_id, query, json.dumps(given).encode(), caller)
+
+
+def _extras(given: Mapping[str, Any]) -> BlockExtras:
+    """Return what a body of /generate has besides tokens; of media, whose places are unknown, any marks all blocks."""
+    parts = [given.get(name) or "" for name in ("cache_salt", "extra_key", "image_data", "video_data", "audio_data")]
+    salt = json.dumps(parts) if any(parts) else ""
+    return BlockExtras(salt, str(given.get("lora_path") or ""))

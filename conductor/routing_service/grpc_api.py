@@ -67,6 +67,14 @@ def _add_request(api: RouterApi, message: pb.RouterAddRequest, caller: RoutingCl
     api.add_request(question, caller)
 
 
+def caller_of(keys: ApiKeysFile | None, context: Context) -> RoutingClient:
+    """Return the caller by the presented key of ``keys``. Raises Unauthorized if the key was revoked meanwhile."""
+    if keys is None:
+        return ANYBODY
+    shown = from_metadata(tuple(context.invocation_metadata() or ()))
+    return RoutingClient.of(keys.table.authenticate(shown.token))
+
+
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """See protos/router.proto. ``keys`` are those of the server's ``GrpcKeyAuthorizer``, if it has one."""
 
@@ -74,11 +82,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         self.api, self._generator, self._keys = api, generator, keys
 
     def caller(self, context: Context) -> RoutingClient:
-        """Return the caller by the presented key. Raises Unauthorized if the key was revoked meanwhile."""
-        if self._keys is None:
-            return ANYBODY
-        shown = from_metadata(tuple(context.invocation_metadata() or ()))
-        return RoutingClient.of(self._keys.table.authenticate(shown.token))
+        return caller_of(self._keys, context)
 
     PutWorker = _unary(RouterApi.put_worker)
     RemoveWorker = _unary(RouterApi.remove_worker)

@@ -66,6 +66,14 @@ class EventsBody(StrictBody):
     cleared: bool = False
 
 
+class MediaBody(StrictBody):
+    """An item of ``media``."""
+
+    identifier: Name
+    offset: Count
+    length: Count
+
+
 class QuestionBody(StrictBody):
     """POST /best_worker, /overlaps, /potential_loads."""
 
@@ -79,6 +87,10 @@ class QuestionBody(StrictBody):
     prefill_worker: str = ""
     decode_worker: str = ""
     explain: bool = False
+    cache_salt: str = ""
+    lora: str = ""
+    lora_path: str = ""
+    media: list[MediaBody] = []
 
 
 class RequestBody(StrictBody):

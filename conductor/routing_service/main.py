@@ -22,7 +22,7 @@ from tanghulu.conductor.routing_service.grpc_api import RIGHTS, RouterServicer
 from tanghulu.conductor.routing_service.http_api import make_app
 from tanghulu.conductor.routing_service.service import RoutingService
 from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNetworks
-from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.errors import ConfigError
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.grpc_port import GrpcPort
@@ -31,40 +31,54 @@ from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.session.outputs import KvChange
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
 from tanghulu.web.server import HttpServer, Server
 
+#: Help of --assume-cached-s, whose default depends on the command.
+ASSUME_HELP = (
+    "routing: seconds for which the blocks of a prompt are assumed cached at its worker; 0 relies on KV events"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
-    """Options of both kinds of router; those below concern the service, without --pools."""
+class RoutingOptions(SecretOptions):
+    """The options of routing as a service, whoever asks for it."""
+
+    policy: str = option("ttft-min", "routing: policy", choices=POLICY_NAMES)
+    policy_weights: str = option("", "routing: weights of the policies, such as alpha=0.7,temperature=0.2")
+    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "routing: tokens per block", least=1)
+    block_bytes: int = option(2 << 20, "routing: bytes of KV per block", size=True, least=1)
+    assume_cached_s: float = option(0.0, ASSUME_HELP, least=0)
+    assume_cached_blocks: int = option(DEFAULT_MAX_BLOCKS, "routing: limit on assumed blocks of one worker", least=1)
+    worker_networks: str = option(PRIVATE, "routing: networks that workers' addresses may be in: 10.1.0.0/16,…")
+
+    def check_routing(self) -> None:
+        """Raise ConfigError for options that are not of the right form."""
+        WorkerNetworks(self.worker_networks)
+        parse_weights(self.policy_weights)
+
+    def routing_service(self, router_id: str, *, encrypted: bool = False) -> RoutingService:
+        """Return a service without workers; they have to be ``encrypted`` if it is true."""
+        policies = RoutingPolicies(self.policy, parse_weights(self.policy_weights, router_id))
+        assumed = AssumedBlocks(self.assume_cached_s, self.assume_cached_blocks) if self.assume_cached_s else None
+        networks = WorkerNetworks(self.worker_networks, encrypted=encrypted)
+        return RoutingService(policies, self.block_tokens, self.block_bytes, assumed, networks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(RoutingOptions, pools_main.GlobalRouterConfig):
+    """Options of both kinds of router; those of routing and gRPC concern the service, without --pools."""
 
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
-    policy: str = option("ttft-min", "service: routing policy", choices=POLICY_NAMES)
-    policy_weights: str = option("", "service: weights of the policies, such as alpha=0.7,temperature=0.2")
-    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens per block", least=1)
-    block_bytes: int = option(2 << 20, "service: bytes of KV per block", size=True, least=1)
     block_hash: str = option("xxh3_128", "service: hash function of blocks", choices=tuple(HASH_FUNCTIONS))
     root_hash: str = option("", "service: parent hash of the first block, in hex; default: that of an unnamed model")
-    assume_cached_s: float = option(
-        0.0,
-        "service: seconds for which a prefilled prompt's blocks are assumed cached at its worker; 0 "
-        "relies on KV events alone",
-        least=0,
-    )
     vllm_events: str = option(
         "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
     )
-    assume_cached_blocks: int = option(
-        DEFAULT_MAX_BLOCKS, "service: limit on blocks assumed cached at one worker", least=1
-    )
-    worker_networks: str = option(PRIVATE, "service: networks that workers' URLs may be in: 10.1.0.0/16,…")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        WorkerNetworks(self.worker_networks)
-        parse_weights(self.policy_weights)
+        self.check_routing()
         parse_sources(self.vllm_events)
         self.hasher()
 
@@ -74,15 +88,8 @@ class RouterConfig(SecretOptions, pools_main.GlobalRouterConfig):
             root = BlockHash(bytes.fromhex(self.root_hash))
         except ValueError:
             raise ConfigError(f"--root-hash {self.root_hash!r} is not hex") from None
-        return Hasher(
-            root or root_hash(Fingerprint(bytes(16)), key=self.shared_secret().naming_key),
-            self.block_tokens,
-            self.block_hash,
-        )
-
-    def assumed(self) -> AssumedBlocks | None:
-        """Return the index without events, if enabled."""
-        return AssumedBlocks(self.assume_cached_s, self.assume_cached_blocks) if self.assume_cached_s else None
+        unnamed = root_hash(Fingerprint(bytes(16)), algorithm=self.block_hash, key=self.shared_secret().naming_key)
+        return Hasher(root or unnamed, self.block_tokens, self.block_hash)
 
 
 class RouterServer:
@@ -90,9 +97,7 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config
-        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
-        networks = WorkerNetworks(config.worker_networks, encrypted=bool(config.tls))
-        self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
+        self.service = config.routing_service(router_id, encrypted=bool(config.tls))
         self._server = Server(config, config.host)
         self.address = self.grpc_address = Address("", 0)
         self.api = RouterApi(self.service, config.hasher(), SystemClock())
@@ -131,13 +136,7 @@ class RouterServer:
     def _follower(self, source: EventSource) -> VllmFollower:
         """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""
         self.service.put_worker(source.worker, Role.BOTH)
-
-        def apply(change: KvChange) -> None:
-            # A worker removed meanwhile has nothing to report.
-            with contextlib.suppress(InvalidRequest):
-                self.service.kv_event(source.worker, change)
-
-        return VllmFollower(source, apply)
+        return VllmFollower(source, self.service.applier(source.worker))
 
 
 async def serve(process: Process, config: RouterConfig) -> None:

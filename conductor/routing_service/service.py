@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -208,6 +208,15 @@ class RoutingService:
         for event in events_of(worker, change):
             self.index.apply(event)
 
+    def applier(self, worker: InstanceId) -> Callable[[KvChange], None]:
+        """Return a function that applies the events of a worker, until it is removed."""
+
+        def apply(change: KvChange) -> None:
+            if worker in self._targets:
+                self.kv_event(worker, change)
+
+        return apply
+
     def dump_events(self) -> Iterator[Stored]:
         """Yield events that turn an empty index into this one."""
         return self.index.dump()
@@ -240,13 +249,17 @@ class RoutingService:
             self._add(request_id, query, chosen, self._targets[decision.decode], caller)
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
-    def best_of(self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float) -> RoutableWorker | None:
-        """Return the best of ``targets``, all of which do both phases, for the whole request; None without any."""
+    def ranked(
+        self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float, most: int = 1
+    ) -> list[RoutableWorker]:
+        """Return up to ``most`` of ``targets``, all of which do both phases, for the whole request, the best first."""
         hits, coming = self._overlaps(query.hashes, now_s)
-        shown = restricted(views(targets, hits, coming), query.overrides)
-        policy = self._policies.of(query.overrides)
-        decision = policy.choose(self._request(query), shown) if shown else None
-        return self._targets[decision.prefill] if decision is not None else None
+        policy, request = self._policies.of(query.overrides), self._request(query)
+        left, found = list(restricted(views(targets, hits, coming), query.overrides)), list[RoutableWorker]()
+        while left and len(found) < most and (decision := policy.choose(request, left)) is not None:
+            found.append(self._targets[decision.prefill])
+            left = [view for view in left if view.id != decision.prefill]
+        return found
 
     def has_request(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
         return caller.request(request_id) in self._added

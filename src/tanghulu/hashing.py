@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -213,11 +214,11 @@ CborValue = int | str | bytes | None | tuple["CborValue", ...]
 
 
 def cbor(value: CborValue) -> bytes:
-    """Encode ``value`` in canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths. Ints: 0 to 2^64 - 1."""
+    """Encode ``value`` in canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths. Ints: up to 64 bits."""
     if value is None:
         return b"\xf6"
     if isinstance(value, int):
-        return _cbor_head(0, value)
+        return _cbor_head(0, value) if value >= 0 else _cbor_head(1, -1 - value)
     if isinstance(value, bytes):
         return _cbor_head(2, len(value)) + value
     if isinstance(value, str):
@@ -255,8 +256,8 @@ def vllm_chain_hashes(
 
         (parent's hash, the block's tokens, extra keys or null)
 
-    ``extra_keys`` lists those of each block: a LoRA's name, ``(("cache_salt", salt),)`` for the first block …;
-    None or a missing entry is a block without any. ``parent`` may be a root followed by a salt (``vllm_root_hash``).
+    ``extra_keys`` lists those of each block (``BlockExtras``); None or a missing entry is a block without any.
+    ``parent`` may be a root followed by a salt (``vllm_root_hash``).
     """
     num_blocks = len(tokens) // block_tokens
     if not num_blocks:
@@ -295,6 +296,58 @@ def _cbor_blocks(tokens: Tokens, block_tokens: int) -> tuple[bytes, list[int]]:
     whole = np.concatenate((np.tile(head, (num_blocks, 1)), columns.reshape(rows)), axis=1)
     kept = np.concatenate((np.ones((num_blocks, len(head)), bool), needed.reshape(rows)), axis=1)
     return whole[kept].tobytes(), np.cumsum(kept.sum(axis=1)).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image, a video or a sound in a prompt: vLLM's identifier, and the tokens that stand for it."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExtras:
+    """The parts of block names besides tokens: the request's ``cache_salt``, its LoRA and where that is, its media."""
+
+    salt: str = ""
+    lora: str = ""
+    lora_path: str = ""
+    media: tuple[Media, ...] = ()
+
+    def hashes(
+        self, root: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str, chain: ChainFunction = chain_hashes
+    ) -> list[BlockHash]:
+        """Return the names of the full blocks of ``tokens``: those of vLLM (seen with 0.32) by its algorithm.
+
+        By others, salt and LoRA change the root, and a medium's identifier replaces the tokens that stand for it.
+        """
+        if not (self.salt or self.lora or self.media):
+            return chain(root, tokens, block_tokens, algorithm)
+        if algorithm == VLLM_SHA256_CBOR:
+            num_blocks = len(tokens) // block_tokens
+            keys = [self._vllm_keys(number * block_tokens, block_tokens) for number in range(num_blocks)]
+            return vllm_chain_hashes(root, tokens, block_tokens, keys)
+        if self.media:
+            tokens = tokens.copy()
+        for each in self.media:
+            place = tokens[each.offset : each.offset + each.length]
+            place[:] = np.resize(np.frombuffer(_digest(b"medium", b"", each.identifier.encode()), "<u4"), len(place))
+        fields = root, self.salt.encode(), self.lora.encode(), self.lora_path.encode()
+        return chain(BlockHash(_digest(b"extras", b"", *fields)), tokens, block_tokens, algorithm)
+
+    def _vllm_keys(self, start: int, block_tokens: int) -> CborValue:
+        keys: list[CborValue] = [("lora", self.lora, self.lora_path)] if self.lora else []
+        end = start + block_tokens
+        inside = [each for each in self.media if each.offset < end and each.offset + each.length > start]
+        keys += [("mm", each.identifier, each.offset - start) for each in inside]
+        if self.salt and not start:
+            keys.append(("cache_salt", self.salt))
+        return tuple(keys) or None
+
+
+NO_EXTRAS = BlockExtras()
 
 
 def vllm_event_hash(block_hash: BlockHash) -> int:

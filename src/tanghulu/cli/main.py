@@ -43,6 +43,7 @@ _COMMANDS = {
     "node": ("tanghulu.store.node.main", "COMMAND", "Run a store node."),
     "conductor": ("tanghulu.conductor.main", "COMMAND", "Run a conductor (the HTTP API)."),
     "router": ("tanghulu.conductor.routing_service.main", "COMMAND", "Route over pools, or as a service."),
+    "epp": ("tanghulu.conductor.endpoint_picker.main", "COMMAND", "Pick endpoints for an inference gateway."),
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),

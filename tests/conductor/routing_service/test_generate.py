@@ -117,6 +117,20 @@ async def test_the_answer_of_the_best_worker_is_passed_on(scene: Scene):
     assert again.headers["x-tanghulu-worker"] == "b", "its prefill was there, so it is taken to have the blocks"
 
 
+async def test_an_adapter_has_blocks_of_its_own(scene: Scene):
+    body = {"input_ids": TOKENS, "lora_path": "sql", "routing": {"worker": "b"}}
+    await scene.http.post("/generate", json=body)
+    await scene.until(lambda: scene.service.num_requests == 0)
+    overlaps = {
+        name: (await scene.http.post("/overlaps", json=body)).json()
+        for name, body in {
+            "adapter": {"tokens": TOKENS, "lora": "sql"},
+            "model": {"tokens": TOKENS},
+        }.items()
+    }
+    assert overlaps == {"adapter": {"b": 10}, "model": {}}
+
+
 async def test_it_counts_from_its_sending_to_its_end(scene: Scene):
     scene.engines[0].go.clear()
     body = {"input_ids": TOKENS, "rid": "r1", "routing": {"worker": "a"}}

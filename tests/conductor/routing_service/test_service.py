@@ -292,10 +292,40 @@ async def test_a_requests_life_over_http(served):
     assert await served.post("/overlaps", block_hashes=[1, 2**64 - 1]) == {"p": 2}
 
 
+EXTRAS = {
+    "cache_salt": "s",
+    "lora": "sql",
+    "lora_path": "/sql",
+    "media": [{"identifier": "c", "offset": 5, "length": 2}],
+}
+
+
+async def test_salts_adapters_and_media_are_part_of_a_prompts_name():
+    config = RouterConfig(port=0, grpc_port=0, block_tokens=4, grace_s=0.0, assume_cached_s=60.0)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(RouterServer(config, CollectorRegistry()).running())
+        url = f"http://{server.address}"
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
+        served = Served(server, http, None)
+        await http.put("/workers", json={"worker": "w"})
+        tokens = list(range(12))
+        await served.post("/best_worker", tokens=tokens, request_id="r", **EXTRAS)
+        await served.post("/prefill_completed", request_id="r")
+        assert await served.post("/overlaps", tokens=tokens, **EXTRAS) == {"w": 3}
+        assert await served.post("/overlaps", tokens=tokens, **EXTRAS | {"media": []}) == {"w": 1}
+        for name in ("cache_salt", "lora", "lora_path"):
+            assert await served.post("/overlaps", tokens=tokens, **EXTRAS | {name: "other"}) == {}
+        question = pb.RouterQuestion(tokens=np.arange(12, dtype="<u4").tobytes(), **EXTRAS)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(str(server.grpc_address)))
+        (overlap,) = (await router_pb2_grpc.RouterStub(channel).Overlaps(question)).overlaps
+        assert (overlap.worker, overlap.num_blocks) == ("w", 3)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "text"),
     [
         ("/best_worker", {}, "no worker"),
+        ("/best_worker", {"tokens": [1], "media": [{"identifier": "c", "offset": 0, "length": 1}] * 257}, "257 items"),
         ("/best_worker", {"polcy": "linear"}, "polcy"),
         ("/best_worker", {"policy": "best"}, "best"),
         ("/best_worker", {"weights": {"speed": 1.0}}, "speed"),
