@@ -30,7 +30,7 @@ up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say
 	$(VENV)/bin/tanghulu up $(UP_FLAGS)
 
 test: $(VENV)/.ready ## the quick suite, with real processes and the real model
-	$(PY) -m pytest -n $(JOBS) -m "not slow and not engine_vllm and not engine_lmcache and not engine_sglang" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow and not engine_vllm and not engine_lmcache and not engine_mooncake and not engine_sglang" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
 	PYTHONHASHSEED=0 $(PY) -m pytest -n $(JOBS) -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(IN_PROCESS)
@@ -43,7 +43,7 @@ test-engines: $(VENV)/.ready ## real vLLM, LMCache and SGLang's controller on th
 	$(PY) tools/engine_venv.py vllm
 	$(PY) tools/engine_venv.py lmcache
 	$(PY) tools/engine_venv.py sglang
-	$(PY) -m pytest -m "(engine_vllm or engine_lmcache or engine_sglang) and not by_hand" $(PYTEST_FLAGS)
+	$(PY) -m pytest -m "(engine_vllm or engine_lmcache or engine_mooncake or engine_sglang) and not by_hand" $(PYTEST_FLAGS)
 
 test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (docs/rdma.md)
 	tests/rdma_vm/rdma_vm.sh prepare

@@ -1,6 +1,6 @@
 """Build the environment of an inference engine, for the tests of ``tanghulu.engines``; prints its Python.
 
-    tools/engine_venv.py vllm|lmcache|sglang [FOLDER]
+    tools/engine_venv.py vllm|lmcache|mooncake|sglang [FOLDER]
 
 An engine's pins fight ours, so each has a virtual environment of its own (``~/.cache/tanghulu/engines/vllm``) with the
 packages that tanghulu needs but not tanghulu itself: tests put this tree's ``src`` on the path. Beside vLLM's, in
@@ -24,6 +24,7 @@ CACHE = Path.home() / ".cache" / "tanghulu" / "engines"
 VLLM = "0.32.0"
 LMCACHE = "0.5.6"
 SGLANG = "0.5.23"
+MOONCAKE = "0.3.13.post1"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ ENGINES = {
         ),
         bare=(f"lmcache=={LMCACHE}",),
     ),
+    # Its extension modules need the system's libibverbs, libnuma and libcurl.
+    "mooncake": Install((f"mooncake-transfer-engine-non-cuda=={MOONCAKE}",)),
     # SGLang without its kernels: its controller and its host memory run, its engine does not.
     "sglang": Install(
         (

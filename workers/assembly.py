@@ -45,6 +45,7 @@ from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.health import EngineBeats, EngineProbe
+from tanghulu.workers.sessions.kv_events import publishing
 from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
@@ -78,8 +79,15 @@ class WorkerServer(SessionWorker):
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
         peers = self._peers
+        publish = await stack.enter_async_context(publishing(self._config.event_endpoints, factory.root()))
         self._hub = SessionHub(
-            self.instance_id, self._process.generation, factory, self._thread, peers.add_exports, peers.release
+            self.instance_id,
+            self._process.generation,
+            factory,
+            self._thread,
+            peers.add_exports,
+            peers.release,
+            publish,
         )
         self._beats = EngineBeats(self._thread.beat, self._process.alive)
         self._thread.start()

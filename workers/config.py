@@ -9,7 +9,6 @@ from pathlib import Path
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import PortOptions
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
 from tanghulu.workers.engine.ngram_drafts import NgramProposer
@@ -82,7 +81,7 @@ class WorkerConfig(TransferOptions, SessionOptions):
     )
 
     def __post_init__(self) -> None:
-        PortOptions.__post_init__(self)
+        SessionOptions.__post_init__(self)
         check_bounds(self)
         is_speculative = NgramProposer.of(self.speculative) is not None
         if self.engine != "torch":

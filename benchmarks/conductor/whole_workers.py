@@ -5,11 +5,14 @@ SATURATED_S; it is found by bisection. Loads are shares of that speed. Goodput c
 s and at most 50 ms between tokens (the mean of the longest tenth of its gaps).
 
     python -m benchmarks.conductor.whole_workers TRACE… [--workers 8] [--loads 0.5,0.8,0.95] [--keep]
+
+``--speeds RESULTS`` takes the speeds from results kept earlier, which saves the search.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -51,6 +54,12 @@ def saturating_speed(trace: Path, workers: int) -> float:
     return low
 
 
+def kept_speed(trace: Path, results: Path) -> float:
+    """Return the saturating speed of a trace by ``results`` of this benchmark."""
+    rows = json.loads(results.read_text())["rows"]
+    return float(next(r["speedup"] / r["load"] for r in reversed(rows) if r["trace"] == trace.name.split(".")[0]))
+
+
 def row(trace: Path, load: float, speed: float, reports: list[ReplayReport]) -> dict[str, object]:
     """Compare the first report, of the default policy, with the best of the others in each figure."""
     own, others = reports[0], reports[1:]
@@ -75,12 +84,13 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--loads", default="0.5,0.65,0.8,0.95")
+    parser.add_argument("--speeds", type=Path, help="results with the traces' speeds")
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
     load_before = os.getloadavg()
     rows = []
     for trace in args.traces:
-        saturating = saturating_speed(trace, args.workers)
+        saturating = kept_speed(trace, args.speeds) if args.speeds else saturating_speed(trace, args.workers)
         for load in map(float, args.loads.split(",")):
             found = row(
                 trace, load, load * saturating, run(trace, args.workers, load * saturating, ("ttft-min", *OTHERS))

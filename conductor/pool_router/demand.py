@@ -19,6 +19,9 @@ _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_
 #: Upper limit of tokens and seconds; larger numbers are clamped to it.
 _MOST = 1 << 32
 
+#: A text in a tool's result: a message has a list of blocks, one of which has a list of blocks with a text each.
+_MOST_DEPTH = 6
+
 
 def parse_body(body: bytes) -> dict[str, Any]:
     """Parse the body as an object. Raises InvalidRequest."""
@@ -32,8 +35,9 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
-    """Return the demand of a completion, a chat or a /generate body. Raises InvalidRequest for malformed targets."""
+    """Return the demand of the body of any generating route. Raises InvalidRequest for malformed targets."""
     tokens = _tokens(data.get(_prompt_field(data)), characters_per_token)
+    tokens += round(_characters(data.get("system")) / characters_per_token)
     slo = data.get("slo")
     if slo is None:
         slo = {}
@@ -76,13 +80,13 @@ def _tokens(prompt: Any, characters_per_token: float, *, several: bool = True) -
     return max(_tokens(each, characters_per_token, several=False) for each in prompt)
 
 
-def _characters(message: Any) -> int:
-    content = message.get("content") if isinstance(message, dict) else None
-    if isinstance(content, list):
-        return sum(
-            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return len(content) if isinstance(content, str) else 0
+def _characters(item: Any, depth: int = _MOST_DEPTH) -> int:
+    """Return the characters in a text, in a message or a part of one, or in a list of them."""
+    if isinstance(item, list) and depth:
+        return sum(_characters(each, depth - 1) for each in item)
+    if isinstance(item, dict) and depth:
+        return sum(_characters(item.get(name), depth - 1) for name in ("content", "text"))
+    return len(item) if isinstance(item, str) else 0
 
 
 def _most_new(data: Mapping[str, Any]) -> int:

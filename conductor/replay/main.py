@@ -19,7 +19,7 @@ from rich.progress import Progress
 from tanghulu.conductor.replay.live import LiveConfig, replay_live
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
-from tanghulu.conductor.replay.report import ReplayReport, make_report, table
+from tanghulu.conductor.replay.report import ReplayReport, deviation, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, make_simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
@@ -48,7 +48,7 @@ _LIVE = (
     "tbt_slo",
 )
 _LIVE_OUTPUT = ("plot", "json")
-_ONLY_LIVE = ("scale", "connections")
+_ONLY_LIVE = ("scale", "connections", "compare")
 _ONLY_PAIRS = ("prefill", "decode", "order", "ageing", "t0")
 _ONLY_WHOLE = ("chunk_tokens", "speeds")
 
@@ -62,6 +62,7 @@ class ReplayConfig(HttpClientOptions):
     live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
     scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1, most=512)
     connections: int = option(256, "live: limit on concurrent requests", least=1, most=65536)
+    compare: bool = option(False, "live: simulate the cluster described by the other options, too, and compare the two")
     prefill: int = option(8, "number of prefill workers", least=1, most=4096)
     decode: int = option(8, "number of decode workers", least=1, most=4096)
     workers: int = option(
@@ -129,7 +130,9 @@ class ReplayConfig(HttpClientOptions):
 
     def _refuse_pointless(self) -> None:
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        if self.live:
+        if self.live and self.compare:
+            pointless, why = set(changed) & {"scale"}, "does not go with --compare: prompts are simulated in full"
+        elif self.live:
             pointless, why = set(changed) - {*_LIVE, *_LIVE_OUTPUT}, "means nothing to a running conductor (--live)"
         elif pointless := set(changed) & {*_ONLY_LIVE}:
             why = "needs --live URL"
@@ -235,6 +238,9 @@ def _live_one(
     yield make_report(_name(path), policy or "(conductor's)", found.jobs, (), 0, config.slo_s)
     if found.interrupted:
         raise KeyboardInterrupt
+    if config.compare:
+        for simulated in _replay_one(config, path, policy or "ttft-min", requests, advance):
+            yield dataclasses.replace(simulated, policy=f"{simulated.policy} (simulated)")
 
 
 def _run(config: ReplayConfig) -> None:
@@ -252,18 +258,21 @@ def _run(config: ReplayConfig) -> None:
         except KeyboardInterrupt:
             interrupted = True
     if not config.json:
-        _print_tables(found)
+        _print_tables(found, config.compare)
     if config.plot and found:
         write_plot(Path(config.plot), found)
     if interrupted:
         click.get_current_context().exit(_INTERRUPTED)
 
 
-def _print_tables(reports: Sequence[ReplayReport]) -> None:
+def _print_tables(reports: Sequence[ReplayReport], compare: bool) -> None:
     console = Console()
     console.width = max(console.width, _LEAST_WIDTH)
     for _, rows in itertools.groupby(reports, key=lambda report: report.trace):
-        console.print(table(list(rows)))
+        shown = list(rows)
+        console.print(table(shown))
+        for live, simulated in zip(shown[::2], shown[1::2], strict=False) if compare else ():
+            console.print(f"{live.policy}: {deviation(live, simulated)}")
 
 
 COMMAND = command(

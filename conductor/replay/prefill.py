@@ -47,8 +47,20 @@ class BlockCache:
         for block in reversed(blocks):
             resident[block] = None
             resident.move_to_end(block)
-        while len(resident) > self.capacity_blocks:
-            resident.popitem(last=False)
+        self._evict()
+
+    def insert_copies(self, blocks: Sequence[int]) -> None:
+        """Make ``blocks`` resident that another worker keeps, too: new ones are evicted before all others."""
+        resident = self._blocks
+        for block in blocks:
+            if block not in resident:
+                resident[block] = None
+                resident.move_to_end(block, last=False)
+        self._evict()
+
+    def _evict(self) -> None:
+        while len(self._blocks) > self.capacity_blocks:
+            self._blocks.popitem(last=False)
 
 
 class CachingInstance(abc.ABC):

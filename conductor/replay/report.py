@@ -89,6 +89,15 @@ def make_report(
     )
 
 
+def deviation(live: ReplayReport, simulated: ReplayReport) -> str:
+    """Return in words how far ``live`` figures are from those of the same trace in virtual time."""
+    return (
+        f"mean TTFT {live.ttft_mean_s / simulated.ttft_mean_s - 1:+.1%} from the simulated one, hits "
+        f"{100 * (live.hit_tokens - simulated.hit_tokens):+.1f} points, requests within the SLOs "
+        f"{100 * (live.good_requests - simulated.good_requests):+.1f} points"
+    )
+
+
 def table(reports: Sequence[ReplayReport]) -> Table:
     """Return the reports of one trace for people, one row each."""
     caption = "times in s; good (within the SLOs), hit, rejected and failed in % of requests / of tokens"

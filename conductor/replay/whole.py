@@ -130,9 +130,9 @@ class WholeInstance(CachingInstance):
         self.num_coming -= job.prefill != self.index
 
     def arrive(self, job: Job) -> None:
-        """Accept a job whose KV has arrived from the worker that prefilled it; its blocks are resident from now on."""
+        """Accept a job whose KV has arrived from the worker that prefilled it, which keeps it, too."""
         self._arrived.append(job)
-        self.cache.insert(job.request.blocks)
+        self.cache.insert_copies(job.request.blocks)
 
     def interrupt(self, now_s: float) -> None:
         """Cut a run of decode steps at the end of the current one."""

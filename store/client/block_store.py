@@ -12,6 +12,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from tanghulu.errors import (
@@ -24,6 +25,7 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.client import Client
 
 _log = logging.getLogger(__name__)
@@ -130,11 +132,14 @@ class BlockStore:
 
     def has(self, keys: Sequence[str], deadline_s: float | None = None) -> list[bool]:
         """Return for each key whether it exists; all False if the store does not answer in time."""
+        return [each is True for each in self.look_up(keys, deadline_s)]
+
+    def look_up(self, keys: Sequence[str], deadline_s: float | None = None) -> Sequence[bool | TanghuluError]:
+        """Return for each key whether it exists, or the error that leaves this unknown."""
         within_s = min(self._load_s, deadline_s or self._load_s)
         found = self._call(self._lookups, "lookups", keys, lambda: self._client.exists_many(keys, deadline_s=within_s))
-        there = [each is True for each in found]
-        self._count(keys_found=sum(there), keys_missing=sum(each is False for each in found))
-        return there
+        self._count(keys_found=sum(each is True for each in found), keys_missing=sum(each is False for each in found))
+        return found
 
     def num_leading(self, keys: Sequence[str], deadline_s: float) -> int | None:
         """Return the number of leading keys that exist; None if the store does not answer in time."""
@@ -152,42 +157,69 @@ class BlockStore:
         ChunkNotFound means that nothing has arrived. ``until_s`` bounds all calls, by the clock; each has its own
         deadline besides.
         """
-        errors: list[TanghuluError | None] = []
+        return [each if isinstance(each, TanghuluError) else None for each in self.read(keys, buffers, until_s)]
+
+    def read(
+        self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None
+    ) -> list[int | TanghuluError]:
+        """Fill each buffer as ``load`` does; return the size of each value, or an error."""
+        outcomes: list[int | TanghuluError] = []
         for at in range(0, len(keys), KEYS_PER_CALL):
             some, into = keys[at : at + KEYS_PER_CALL], buffers[at : at + KEYS_PER_CALL]
             within_s = self._load_s if until_s is None else min(self._load_s, until_s - self._clock.now_s())
-            errors += self._load(some, into, within_s)
-        num_whole = errors.count(None)
-        self._count(keys_loaded=num_whole, keys_not_loaded=len(errors) - num_whole)
-        return errors
+            outcomes += self._read(some, into, within_s)
+        self._count_loads(outcomes)
+        return outcomes
 
-    def _load(self, keys: Sequence[str], buffers: Sequence[Any], within_s: float) -> list[TanghuluError | None]:
+    def _read(self, keys: Sequence[str], buffers: Sequence[Any], within_s: float) -> Sequence[int | TanghuluError]:
         if within_s <= 0:
             return _not_tried(keys)
         get = self._client.get_many_into
-        outcomes = self._call(self._transfers, "loads", keys, lambda: get(keys, buffers, deadline_s=within_s))
-        return [each if isinstance(each, TanghuluError) else None for each in outcomes]
+        return self._call(self._transfers, "loads", keys, lambda: get(keys, buffers, deadline_s=within_s))
+
+    def fetch(self, keys: Sequence[str]) -> list[Chunk | TanghuluError]:
+        """Return the chunk of each key, which the caller closes, or an error."""
+        outcomes: list[Chunk | TanghuluError] = []
+        for at in range(0, len(keys), KEYS_PER_CALL):
+            get = partial(self._client.get_many, keys[at : at + KEYS_PER_CALL], deadline_s=self._load_s)
+            outcomes += self._call(self._transfers, "loads", keys[at : at + KEYS_PER_CALL], get)
+        self._count_loads(outcomes)
+        return outcomes
+
+    def _count_loads(self, outcomes: Sequence[object]) -> None:
+        num_failed = sum(isinstance(each, TanghuluError) for each in outcomes)
+        self._count(keys_loaded=len(outcomes) - num_failed, keys_not_loaded=num_failed)
 
     def save(self, keys: Sequence[str], values: Sequence[Any], **options: Any) -> list[bool]:
         """Put each value (or list of buffers); return whether its key now exists, put by this call or earlier."""
-        stored: list[bool] = []
-        for at in range(0, len(keys), KEYS_PER_CALL):
-            stored += self._save(keys[at : at + KEYS_PER_CALL], values[at : at + KEYS_PER_CALL], options)
-        self._count(keys_saved=sum(stored), keys_not_saved=len(stored) - sum(stored))
-        return stored
+        return [each is None for each in self.write(keys, values, **options)]
 
-    def _save(self, keys: Sequence[str], values: Sequence[Any], options: dict[str, Any]) -> list[bool]:
+    def write(self, keys: Sequence[str], values: Sequence[Any], **options: Any) -> list[TanghuluError | None]:
+        """Put each value as ``save`` does; return None for each stored one, or an error."""
+        errors: list[TanghuluError | None] = []
+        for at in range(0, len(keys), KEYS_PER_CALL):
+            errors += self._write(keys[at : at + KEYS_PER_CALL], values[at : at + KEYS_PER_CALL], options)
+        num_stored = errors.count(None)
+        self._count(keys_saved=num_stored, keys_not_saved=len(errors) - num_stored)
+        return errors
+
+    def _write(
+        self, keys: Sequence[str], values: Sequence[Any], options: dict[str, Any]
+    ) -> Sequence[TanghuluError | None]:
         def put() -> list[TanghuluError | None]:
             items = list(zip(keys, values, strict=True))
             return [each.error for each in self._client.put_many(items, deadline_s=self._save_s, **options)]
 
-        return [each is None for each in self._call(self._transfers, "saves", keys, put)]
+        return self._call(self._transfers, "saves", keys, put)
 
     def remove(self, keys: Sequence[str]) -> list[bool]:
         """Remove the keys; return for each whether it existed and is now removed."""
+        return [each is True for each in self.discard(keys)]
+
+    def discard(self, keys: Sequence[str]) -> Sequence[bool | TanghuluError]:
+        """Remove the keys; return for each whether it existed, or an error."""
         remove = self._client.remove_many
-        outcomes = self._call(self._transfers, "removals", keys, lambda: remove(keys, deadline_s=self._save_s))
-        return [each is True for each in outcomes]
+        return self._call(self._transfers, "removals", keys, lambda: remove(keys, deadline_s=self._save_s))
 
     def remove_below(self, prefix: str) -> bool:
         """Remove every key that begins with ``prefix``; return whether all were removed."""
@@ -227,7 +259,8 @@ class BlockStore:
             self.counts.update(amounts)
 
 
-def _not_tried(keys: Sequence[Any]) -> list[TanghuluError | None]:
+def _not_tried(keys: Sequence[Any]) -> list[Any]:
+    """Return an error for each key."""
     error = ChunkNotFound("the store was skipped: it did not answer a moment ago, or no time is left")
     return [error] * len(keys)
 

@@ -190,6 +190,37 @@ def test_litellm_s_tools(cluster, monkeypatch):
     assert City.model_validate(arguments).model_dump() == arguments, "no argument is invented"
 
 
+@pytest.mark.slow
+def test_anthropics_messages(client, cluster):
+    """The same answer as by chat, its stream, a call that is wanted, and the counts of a prompt that is cached."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[worker]'")
+    anthropic = pytest.importorskip("anthropic", reason="extra: anthropic is not installed")
+    tool = {"name": "show_city", "input_schema": City.model_json_schema()}
+    ask = {"model": MODEL, "max_tokens": 16, "extra_body": {"temperature": 0}}
+    ask |= {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    http = anthropic.DefaultHttpxClient(trust_env=False)
+    with anthropic.Anthropic(base_url=cluster.url, api_key="unused", max_retries=0, http_client=http) as claude:
+        whole = claude.messages.create(**ask)
+        assert whole.content[0].text == _ask(client).choices[0].message.content
+        with claude.messages.stream(**ask) as stream:
+            streamed = stream.get_final_message()
+        assert (streamed.content[0].text, streamed.stop_reason) == (whole.content[0].text, whole.stop_reason)
+        about = {**ask, "messages": ABOUT_ROME, "max_tokens": 120, "system": "Answer by a tool. " * 30}
+        forced = {"tools": [tool], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        made = claude.messages.create(**about, **forced)
+        (call,) = made.content
+        assert (made.stop_reason, call.name) == ("tool_use", "show_city")
+        assert City.model_validate(call.input).model_dump() == call.input
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "shown"}
+        turns = [{"role": "assistant", "content": made.content}, {"role": "user", "content": [result]}]
+        then = claude.messages.create(**{**about, "messages": [*ABOUT_ROME, *turns], "tools": [tool], "max_tokens": 8})
+        assert then.usage.cache_read_input_tokens >= 64
+        counted = claude.messages.count_tokens(
+            model=MODEL, system=about["system"], messages=[*ABOUT_ROME, *turns], tools=[tool]
+        )
+        assert counted.input_tokens == then.usage.input_tokens + then.usage.cache_read_input_tokens
+
+
 def test_errors_are_typed(client, cluster):
     with pytest.raises(openai.NotFoundError, match="nosuch"):
         client.completions.create(model="nosuch", prompt="x")

@@ -1,4 +1,4 @@
-"""What README and docs/index.md show is what happens: their commands run as they stand, only the ports are others."""
+"""The commands of README, docs/index.md and docs/requests.md run as they stand, only with other ports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+REQUESTS = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
 START = (Path(__file__).parents[2] / "docs" / "index.md").read_text()
 
 
@@ -48,6 +49,12 @@ def test_the_python_examples_run(cluster, marker):
     output = _run(cluster, sys.executable, "-W", "error", "-c", code)
     expected = {"OpenAI(": "Paris", "tanghulu.connect(": "b'forty-two'\nFalse 1"}[marker]
     assert expected in output
+
+
+def test_the_example_of_anthropics_sdk_runs(cluster):
+    pytest.importorskip("anthropic", reason="extra: anthropic is not installed")
+    (code,) = re.findall(r"```python\n(.*?)```", REQUESTS, re.DOTALL)
+    assert re.fullmatch(r".*\w.* \d+\n", _run(cluster, sys.executable, "-c", _here(cluster, code)), re.DOTALL)
 
 
 def test_the_start_page_runs(cluster):

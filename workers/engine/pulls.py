@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tanghulu.hashing import TokenSequence
 from tanghulu.session.outputs import KvSource
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
@@ -37,6 +38,7 @@ class Pull:
 
     there: list[int]
     coming: list[int]
+    sequence: TokenSequence
     hashes: list[BlockHash]
     ending: threading.Event = field(default_factory=threading.Event)
     is_wanted: bool = True
@@ -54,13 +56,14 @@ class Pulls:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def begin(self, name: RequestId, hashes: list[BlockHash], peer: KvSource, spare: int) -> FetchWanted | None:
-        """Reserve blocks for the prompt's full blocks ``hashes`` and return the part for the transfer to write.
+    def begin(self, name: RequestId, sequence: TokenSequence, peer: KvSource, spare: int) -> FetchWanted | None:
+        """Reserve blocks for the full blocks of the prompt ``sequence`` and return the part for the transfer to write.
 
         Returns None, holding nothing, if fewer than ``spare`` blocks would be left, or there are too many pulls.
         """
         if name in self._pulls or len(self._pulls) >= MAX_PULLS:
             return None
+        hashes = list(sequence.block_hashes)
         there = self._pool.match(hashes)
         missing = len(hashes) - len(there)
         coming = self._pool.allocate(missing) if 0 < missing <= self._pool.num_available - spare else None
@@ -68,7 +71,7 @@ class Pulls:
             self._pool.release(there, used=False)
             return None
         self._pool.begin_transfer(coming)
-        pull = self._pulls[name] = Pull(there, coming, hashes)
+        pull = self._pulls[name] = Pull(there, coming, sequence, hashes)
         first, num_tokens = len(there), len(hashes) * self._block_tokens
         return FetchWanted(name, first, tuple(coming), tuple(hashes[first:]), num_tokens, peer, ending=pull.ending)
 
@@ -84,12 +87,12 @@ class Pulls:
         assert len(came) == num_blocks
         self._pool.end_transfer(came)
         first = len(pull.hashes) - len(pull.coming) - num_blocks
-        for block, block_hash in zip(came, pull.hashes[first : first + num_blocks], strict=True):
-            self._pool.commit(block, block_hash)
+        for index, block in enumerate(came, first):
+            self._pool.commit(block, pull.hashes[index], pull.sequence, index)
         if pull.is_wanted:
             pull.there += came
         else:
-            self._pool.release(came, used=False)
+            self._pool.release(came, used=False, copied=True)
 
     def done(self, name: RequestId) -> None:
         """Give back blocks that have not arrived: the transfer has ended, complete or not."""
@@ -108,7 +111,7 @@ class Pulls:
         pull.ending.set()
         if not pull.is_transferring:
             del self._pulls[name]
-        self._pool.release(pull.there, used=False)
+        self._pool.release(pull.there, used=False, copied=True)
         pull.there, pull.is_wanted = [], False
         return True
 

@@ -78,8 +78,8 @@ class EngineRequest:
     outside (None: all, 0: none); ``holder`` is tried before the store. ``grammar`` bounds what may be generated.
     ``scoring`` requests log probabilities of the prompt, of which those before position ``num_scored`` have been
     computed. ``client`` takes turns with others, ``weight`` of them for each of another's. A request ``moved`` from a
-    lost worker precedes new ones. ``ahead`` names the pull that has already fetched some of its KV. ``eos_ids`` end a
-    text, ``ending_ids`` are all tokens that end this one.
+    lost worker precedes new ones. ``ahead`` names the pull that has already fetched some of its KV; then, or
+    with a ``peer``, it was ``handed_over``. ``eos_ids`` end a text, ``ending_ids`` are all tokens that end this one.
     """
 
     request_id: RequestId
@@ -111,8 +111,10 @@ class EngineRequest:
     num_preemptions: int = 0
     num_scored: int = 0
     ending_ids: frozenset[int] = frozenset()
+    handed_over: bool = False
 
     def __post_init__(self) -> None:
+        self.handed_over = self.peer is not None or self.ahead is not None
         self.sampling.validate()
         self.stop.validate()
         if self.scoring is not None:

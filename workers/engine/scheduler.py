@@ -131,7 +131,7 @@ class Scheduler:
         if not self._can_fetch:
             return None
         spare = len(self._running) + sum(self._num_blocks(request.num_tokens) for request in self._admissible())
-        return self.pulls.begin(name, list(sequence.block_hashes), peer, spare)
+        return self.pulls.begin(name, sequence, peer, spare)
 
     def abort(self, request_id: RequestId) -> bool:
         """Drop the request; False if the scheduler does not have it (any more): it may have just ended."""
@@ -380,7 +380,7 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _give_back_blocks(self, request: EngineRequest) -> None:
-        self.pool.release(request.block_ids)
+        self.pool.release(request.block_ids, copied=request.handed_over)
         request.block_ids = []
         request.num_computed = 0
         request.num_committed_blocks = 0
@@ -392,7 +392,7 @@ class Scheduler:
             return fresh
         for index in range(request.num_committed_blocks, full):
             block, block_hash = request.block_ids[index], request.sequence.block_hashes[index]
-            if self.pool.commit(block, block_hash):
+            if self.pool.commit(block, block_hash, request.sequence, index):
                 fresh.append(CommittedBlock(request.request_id, index, block, block_hash))
         request.num_committed_blocks = full
         return fresh

@@ -37,6 +37,7 @@ from tanghulu.session.messages import (
 from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Address
 from tanghulu.workers.sessions.health import EngineBeats
+from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.server import SessionHub
 
 _log = structlog.get_logger(__name__)
@@ -90,9 +91,23 @@ class SessionOptions(SecretOptions, MasterOptions, PortOptions, ProcessConfig):
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    kv_events: str = option(
+        "",
+        "publish KV events in vLLM's format at tcp://HOST:PORT, or tcp://HOST:PORT|tcp://HOST:PORT with replays at "
+        "the second; token ids are in them, in the clear",
+    )
     grace_s: float = option(
         10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
+
+    def __post_init__(self) -> None:
+        PortOptions.__post_init__(self)
+        _ = self.event_endpoints  # refuses bad ones
+
+    @property
+    def event_endpoints(self) -> EventEndpoints | None:
+        """The addresses of KV events; None without. Raises ConfigError."""
+        return EventEndpoints.parse(self.kv_events) if self.kv_events else None
 
 
 class SessionWorker(ABC):

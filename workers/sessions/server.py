@@ -120,6 +120,7 @@ class SessionHub(Generic[RequestT]):
         engine: SessionEngine[RequestT],
         add_exports: Callable[[Sequence[KvExport]], dict[RequestId, KvSource]],
         release_export: Callable[[int], None],
+        publish: Callable[[Sequence[KvEvent]], None] = lambda events: None,
     ) -> None:
         self._instance_id = instance_id
         self._generation = generation
@@ -127,6 +128,7 @@ class SessionHub(Generic[RequestT]):
         self._engine = engine
         self._add_exports = add_exports
         self._release_export = release_export
+        self._publish = publish
         self._loop = asyncio.get_running_loop()
         self._open: dict[Peer, ConductorSession] = {}
         self._sessions: set[ConductorSession] = set()  # the welcomed ones
@@ -300,6 +302,7 @@ class SessionHub(Generic[RequestT]):
     def _spread(
         self, events: Sequence[KvEvent], load: EngineLoad, reads: Sequence[PeerRead] = (), num_steps: int = 0
     ) -> None:
+        self._publish(events)
         messages = event_messages(events)
         self._sequence += len(messages)
         for session in list(self._sessions):

@@ -91,9 +91,12 @@ class RequestFactory:
             fetch_blocks=0,
         )
 
+    def root(self, salt: bytes = b"") -> BlockHash:
+        """Return the root of the names of blocks with ``salt``."""
+        return root_hash(self._fingerprint, salt, self._block_hash, self._naming_key)
+
     def _sequence(self, salt: bytes, tokens: bytes | Sequence[int]) -> TokenSequence:
-        root = root_hash(self._fingerprint, salt, self._block_hash, self._naming_key)
-        return TokenSequence(root, self._block_tokens, as_tokens(tokens), self._block_hash)
+        return TokenSequence(self.root(salt), self._block_tokens, as_tokens(tokens), self._block_hash)
 
     def _grammar(self, sampling: Sampling) -> Grammar | None:
         if sampling.grammar is None:

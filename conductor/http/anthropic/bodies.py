@@ -10,7 +10,9 @@ pinned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -80,8 +82,7 @@ class TextBlock(_Cacheable):
     def _complete(self) -> Self:
         if self.type not in self.kinds:
             raise ValueError(f"blocks of type {self.type[:64]!r} are not supported here; send {', '.join(self.kinds)}")
-        missing = [name for name in _REQUIRED[self.type] if getattr(self, name) is None]
-        if missing:
+        if any(getattr(self, name) is None for name in _REQUIRED[self.type]):
             raise ValueError(f"a block of type {self.type} requires the fields {', '.join(_REQUIRED[self.type])}")
         if self.cache_control is not None and ("thinking" in self.type or self.text == ""):
             raise ValueError("cache_control is not allowed on thinking and on empty text; set it on another block")
@@ -105,6 +106,10 @@ class ContentBlock(TextBlock):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: TextBlocks | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return a call of a tool in a chat's format."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 
 class MessageParam(BaseModel):
@@ -304,33 +309,26 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> l
     """Return the messages of the chat."""
     if system and (system[0].text or "").startswith(BILLING_HEADER):
         system = system[1:]
-    messages: list[dict[str, Any]] = []
-    if system:
-        messages.append({"role": "system", "content": "\n\n".join(block.text or "" for block in system)})
-    for turn in turns:
-        results = [block for block in turn.content if block.type == "tool_result"]
-        for block in results:
-            text = "".join(part.text or "" for part in block.content or ())
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        if len(results) < len(turn.content) or not results:
-            _add(messages, turn.role, turn.content[len(results) :])
-    return messages
-
-
-def _add(messages: list[dict[str, Any]], role: str, blocks: Sequence[ContentBlock]) -> None:
-    """Append the content of a turn, or extend the last message if it is of the same role."""
-    if not messages or messages[-1]["role"] != role:
-        messages.append({"role": role, "content": ""})
-    message = messages[-1]
-    text = "".join(block.text or "" for block in blocks if block.type == "text")
-    message["content"] = "\n\n".join(filter(None, (message["content"], text)))
-    reasoning = "".join(block.thinking or "" for block in blocks)
-    if reasoning:
-        message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
-    calls = [
-        {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-        for block in blocks
-        if block.type == "tool_use"
+    parts: list[tuple[str, Sequence[TextBlock]]] = [("system", [block]) for block in system]
+    parts += [(turn.role, turn.content) for turn in turns]
+    return [
+        message for role, group in groupby(parts, itemgetter(0)) for message in _joined(role, [b for _, b in group])
     ]
-    if calls:
-        message.setdefault("tool_calls", []).extend(calls)
+
+
+def _joined(role: str, turns: Sequence[Sequence[TextBlock]]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of neighbouring turns of one role."""
+    blocks = [block for turn in turns for block in turn if isinstance(block, ContentBlock)]
+    results = [block for block in blocks if block.type == "tool_result"]
+    for block in results:
+        text = "".join(part.text or "" for part in block.content or ())
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    if results and len(results) == len(blocks):
+        return
+    texts = ["".join(block.text or "" for block in turn if block.type == "text") for turn in turns]
+    message: dict[str, Any] = {"role": role, "content": "\n\n".join(filter(None, texts))}
+    if reasoning := "".join(block.thinking or "" for block in blocks):
+        message["reasoning_content"] = reasoning
+    if calls := [block.for_chat() for block in blocks if block.type == "tool_use"]:
+        message["tool_calls"] = calls
+    yield message

@@ -63,6 +63,10 @@ PREFILL_TOKENS_OF_A_SEQUENCE = 4
 JUDGED_TOKENS = 64
 #: And by at least this share where its cost was measured: equals are still distinguished by their batches.
 LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
+#: Share of a worker's time spent on prompts that disturbs half of its answers: users notice the longest tenth of gaps.
+DISTURBED_SHARE = 0.1
+#: Share of a worker's cache from which a prompt's copy displaces as many blocks in use as it has.
+CROWDED_SHARE = 1 / 16
 #: Bits one ``random()`` takes from its generator: two words of 32 bits (tested, as it is not guaranteed).
 _DRAW_BITS = 64
 #: Profiles are built once per speed: workers measure a new one every few seconds, but are examined all the time.
@@ -93,10 +97,11 @@ class WorkerView:
     next is the third to wait, 3 / 32 * 0.02 * 256 = 0.48 s.)
 
     Derived for a worker of both phases: ``batch``, the number of sequences that decode there; ``slowdown``, the factor
-    by which they lengthen a prefill; ``gap_s``, the expected time between tokens of one more sequence, if its steps
-    compute prompts as often as recently; ``answer_s``, the seconds that the others add to a step of one more sequence
-    and it to the steps of all others; and ``answer_context_s``, the seconds that each token of its context adds to
-    these.
+    by which they lengthen a prefill; ``disturbance``, r / (r + DISTURBED_SHARE) if prompts take the share r of its time
+    (users notice an answer's longest gaps, so once a tenth of them contains a prompt, more prompts change little);
+    ``gap_s``, the time between tokens of one more sequence, with a chunk of a prompt in that share of its steps;
+    ``answer_s``, that gap and the seconds that the sequence adds to a step of the others; and ``answer_context_s``,
+    what each token of its context adds to them.
     """
 
     id: InstanceId
@@ -136,6 +141,7 @@ class WorkerView:
     gap_s: float = field(init=False)
     answer_s: float = field(init=False)
     answer_context_s: float = field(init=False)
+    disturbance: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.found(self.hit_blocks, self.coming_blocks)
@@ -162,7 +168,8 @@ class WorkerView:
             self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
         seats = self.max_num_seqs
         self.seat_s = step_s * (self.num_requests + 1 - seats) / seats if 0 < seats <= self.num_requests else 0.0
-        self.batch, self.slowdown, self.gap_s, self.answer_s, self.answer_context_s = 0, 1.0, 0.0, 0.0, 0.0
+        self.batch, self.slowdown, self.disturbance = 0, 1.0, 0.0
+        self.gap_s = self.answer_s = self.answer_context_s = 0.0
         if self.can_prefill and self.can_decode:
             self._derive_mixed(step_s)
 
@@ -176,12 +183,12 @@ class WorkerView:
         sequence_s = max(decode.sequence_s, LEAST_SHARE_OF_A_SEQUENCE * step_s)
         context_s = decode.token_s * self.context_tokens
         self.slowdown = 1 + (sequence_s * self.batch + context_s) / chunk_s
+        self.disturbance = self.prefill_share / (self.prefill_share + DISTURBED_SHARE)
         # Waiting requests will decode beside a new one.
         alone_s = decode.fixed_s + sequence_s * (self.num_requests + 1) + context_s
-        share = self.prefill_share
-        self.gap_s = 1 / (share / (alone_s + chunk_s) + (1 - share) / alone_s)
-        self.answer_s = sequence_s * (2 * self.num_requests + 1) + context_s
-        self.answer_context_s = self.num_requests * decode.token_s
+        self.gap_s = alone_s + self.disturbance * chunk_s
+        self.answer_s = self.gap_s + sequence_s * self.num_requests
+        self.answer_context_s = decode.token_s * self.num_requests
         self.seat_s *= self.gap_s / step_s
 
     def _assumed_sequence_s(self, step_s: float) -> float:
@@ -192,6 +199,10 @@ class WorkerView:
         """Return the seconds that the present sequences add to a step."""
         added_s = decode.sequence_s * self.num_requests + decode.token_s * self.context_tokens
         return max(added_s, LEAST_SHARE_OF_A_SEQUENCE * step_s * self.num_requests)
+
+    def crowding(self, num_blocks: int) -> float:
+        """Return how far a copy of ``num_blocks`` displaces blocks in use: 1 from CROWDED_SHARE of the cache on."""
+        return min(1.0, num_blocks / (CROWDED_SHARE * self.blocks_total)) if self.blocks_total else 1.0
 
     def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
         """Return the estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
@@ -233,6 +244,11 @@ class RequestView(Struct, frozen=True):
     def answer_tokens(self) -> float:
         """Tokens of a mean answer, for which a seat is occupied; JUDGED_TOKENS while unknown."""
         return self.expected_output or JUDGED_TOKENS
+
+    @property
+    def decoded_tokens(self) -> float:
+        """Tokens that the answer is expected to have: `answer_tokens`, within the request's own limit."""
+        return min(self.answer_tokens, self.most_output) if self.most_output else self.answer_tokens
 
     @property
     def num_blocks(self) -> int:

@@ -5,10 +5,15 @@ For a worker that only decodes, the cost is the transfer of the KV that it lacks
 known), plus the wait for a seat if none is free, plus a penalty if its free blocks do not suffice. The worker that
 prefills moves nothing.
 
-For a worker that also prefills, the time that the answer adds to each sequence there counts as well, and an answer
-prefilled elsewhere pays for its copy in this worker's cache: the computing that the displaced blocks saved, COPY_WEIGHT
-times. Example: A decodes 40 sequences, B 10, each adding 1 ms to a step; over 64 tokens the answer costs 64 * 81 ms =
-5.2 s at A and 1.3 s at B. It moves if its prompt takes less than 0.55 s to compute.
+For a worker that also prefills, the time of the whole answer counts, with the prompts that disturb it, and the time
+that it adds to each sequence there: DECODE_WEIGHT * answer tokens * (gap + batch * slowing). So answers gather where
+few prompts are computed, and prompts where few answers run (`ttft_min`): workers share out the phases by themselves, as
+far as the load requires. Example, per token: A decodes 40 sequences in 33 ms and spends half of its time on prompts,
+5/6 of 49 ms more: a gap of 74 ms. B decodes 60 in 40 ms and computes no prompts: B.
+
+An answer prefilled elsewhere stalls once, while its KV moves and until the next step there, which counts MOVE_WEIGHT
+times; and its copy displaces cached blocks while it runs: it is charged the computing that these saved, COPY_WEIGHT
+times, as far as it crowds the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +26,6 @@ from msgspec import structs
 
 from tanghulu.conductor.routing.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
-    JUDGED_TOKENS,
     Candidate,
     Decision,
     PeerFetch,
@@ -37,9 +41,11 @@ from tanghulu.types import InstanceId
 
 #: Assumed cost, in seconds, of waiting or preemption for lack of blocks.
 NO_ROOM_FINE_S = 1000.0
-#: Weight of a second of stall between the first token and the second one, while KV moves, against one of waiting.
-MOVE_WEIGHT = 20.0
-#: Weight of a second of computing that displaced blocks saved: it delays later requests, too (as load in `ttft_min`).
+#: Weight of a second of decoding against a second of waiting for the first token.
+DECODE_WEIGHT = 0.1
+#: And of a second between the first token and the second one, while KV moves: the client notices it as a stall.
+MOVE_WEIGHT = 3.0
+#: And of a second of computing that displaced blocks saved: it delays later requests, too (as load in `ttft_min`).
 COPY_WEIGHT = 7.0
 #: A bound is raised by this much, so that rounding never hides an equal cost.
 _SLACK = 1 + 1e-9
@@ -115,8 +121,7 @@ def answer_cost_s(request: RequestView, worker: WorkerView) -> float:
     """Return the cost of the answer at ``worker`` once it has a seat, with its cost to the others there."""
     if not worker.can_prefill:
         return request.judged_share * worker.batch_s
-    tokens = JUDGED_TOKENS * request.judged_share
-    return tokens * (worker.answer_s + request.num_tokens * worker.answer_context_s)
+    return DECODE_WEIGHT * request.decoded_tokens * (worker.answer_s + request.num_tokens * worker.answer_context_s)
 
 
 def costs_before_move(request: RequestView, able: Sequence[WorkerView]) -> list[float]:
@@ -125,27 +130,26 @@ def costs_before_move(request: RequestView, able: Sequence[WorkerView]) -> list[
     All workers are examined for every request, so `answer_cost_s` is written out.
     """
     num_tokens, judged = request.num_tokens, request.judged_share
-    tokens, answer_tokens = JUDGED_TOKENS * judged, request.answer_tokens
+    weight, answer_tokens = DECODE_WEIGHT * request.decoded_tokens, request.answer_tokens
     return [
         math.inf
         if w.keeps_requests
-        else (tokens * (w.answer_s + num_tokens * w.answer_context_s) if w.can_prefill else judged * w.batch_s)
+        else (weight * (w.answer_s + num_tokens * w.answer_context_s) if w.can_prefill else judged * w.batch_s)
         + answer_tokens * w.seat_s
         for w in able
     ]
 
 
 def _move_cost_s(request: RequestView, worker: WorkerView, num_blocks: int) -> float:
-    """Return the cost of moving ``num_blocks`` to ``worker``.
+    """Return the cost of moving ``num_blocks`` to ``worker``, and of the cached blocks that they displace there.
 
-    At a worker that also prefills, the copy displaces cached blocks: it is charged the computing that these saved.
+    On average half a step passes until the answer joins.
     """
     move_s = _move_s(request, num_blocks, _move_bytes_per_s(request, worker))
-    return (
-        MOVE_WEIGHT * move_s + COPY_WEIGHT * worker.prefill_s(request, worker.hit_blocks)
-        if worker.can_prefill
-        else move_s
-    )
+    if not worker.can_prefill:
+        return move_s
+    displaced_s = worker.crowding(num_blocks) * worker.prefill_s(request, worker.hit_blocks)
+    return MOVE_WEIGHT * (move_s + worker.gap_s / 2) + COPY_WEIGHT * displaced_s
 
 
 def place_of_least_cost(request: RequestView, able: Ranked, prefill: WorkerView | None, ties: Ties) -> int:

@@ -24,16 +24,19 @@ mean TTFT of 50 s, 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (
 Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. By itself the
 request would start sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
 
-For a worker that also decodes, the score covers both phases, and the answer may move to another worker:
+A worker that also decodes is examined as a whole, and so is each pair of one that prefills and one that decodes:
 
     score = max(queue, fetch) + prefill + seat + charges for load, copy, delay + least cost of decoding, here or moved
 
-Running sequences lengthen its prefills by the factor ``slowdown``, and each prefill delays all of them: ``delay`` is
-DELAY_WEIGHT times their number, for each second of the prefill during which they are expected to run. The cost of
-decoding is `decode.decode_cost_s`. Example, without the charge for load: A runs 30 sequences, which make its prefills
-1.2 times as long, B runs 5 and has 0.2 s of queue; a prefill takes 1 s, and an answer 12 s. A scores 1.2 + 0.03 * 30 *
-1.2 = 2.3 s, B 0.2 + 1.03 + 0.03 * 5 * 1.03 = 1.4 s: B computes the prompt, and its answer runs where that costs least,
-move included.
+Running sequences lengthen its prefills (``slowdown``), and these disturb the sequences: ``delay`` is DELAY_WEIGHT times
+the batch, for each second of the prefill that its answers will last, less the share that prompts disturb there anyway.
+So prompts gather at some workers and answers at others (`decode`). The load is charged r / (1 - r) times if these
+workers spend the share r of their time on prompts, up to the full charge: the time until a later request is reached
+grows with it, and while they are idle a warm prefix is worth no wait. A copy, fetched or computed again, is charged in
+proportion, but fully as far as it crowds the cache. Example: A runs 30 sequences and no prompts, its prefills take 1.2
+times as long; B runs 5, spends half of its time on prompts and has 0.2 s of queue; a prefill takes 1 s, an answer 12 s.
+With r = 0.25, A scores 1.2 + 0.33 + 0.2 * 30 * 1.2 = 8.7 s, B 0.2 + 1.03 + 0.33 + 0.2 * 5 * 1.03 / 6 = 1.7 s: B
+computes the prompt, and its answer runs where that costs least, move included.
 """
 
 from __future__ import annotations
@@ -72,9 +75,11 @@ from tanghulu.conductor.routing.policies.fetching import (
 from tanghulu.types import InstanceId
 
 #: Weight of a second's delay of one running sequence by a prefill.
-DELAY_WEIGHT = 0.03
+DELAY_WEIGHT = 0.2
 #: And the share of an answer's time for which a running one is expected to last, so that no prefill delays it longer.
 DELAYED_SHARE = 0.1
+#: Share of time spent on prompts above which the charge for load is complete, at most.
+_MOST_SHARE = 0.95
 #: The lower bound of computing is reduced by this much, so that rounding never hides an equal score.
 _SLACK = 1 - 1e-9
 
@@ -89,16 +94,21 @@ class _Scores:
         self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
         self._num_blocks, self._in_store = request.num_blocks, request.store_hit_blocks
         self._most = source.hit_blocks if source is not None else 0
-        self._elsewhere = self._place_for_answer(workers) if able.mixed else None
+        self._load_share, self._least_load_weight = 1.0, load_weight
+        self._elsewhere: WorkerView | None = None
+        if able.mixed:
+            self._prepare_mixed(able, workers)
 
-    def _place_for_answer(self, workers: Sequence[WorkerView]) -> WorkerView | None:
-        """Return the worker where an answer that moves would cost least, if it has room."""
+    def _prepare_mixed(self, able: Ranked, workers: Sequence[WorkerView]) -> None:
+        """Set the charges of workers of both phases, and the best place for an answer that moves."""
+        share = min(_MOST_SHARE, sum([able[place].prefill_share for place in able.mixed]) / len(able.mixed))
+        full, self._least_load_weight = self._load_weight, min(self._load_weight, share / (1 - share))
+        self._load_share = self._least_load_weight / full if full else 1.0
         takers = decoders(workers)
-        if not takers:
-            return None
-        costs = costs_before_move(self._request, takers)
-        taker = takers[costs.index(min(costs))]
-        return None if taker.keeps_requests or taker.blocks_free < self._num_blocks else taker
+        if takers:
+            costs = costs_before_move(self._request, takers)
+            taker = takers[costs.index(min(costs))]
+            self._elsewhere = None if taker.keeps_requests or taker.blocks_free < self._num_blocks else taker
 
     def of(self, worker: WorkerView) -> float:
         """Return the score of one worker."""
@@ -113,12 +123,17 @@ class _Scores:
         """Return the TTFT, the charges for load and copy, the blocks reused, and the times of computing and fetch."""
         request, match, wait_s = self._request, worker.match_blocks, worker.wait_s
         weight, load_weight = self._weight, self._load_weight
-        own_s, slowdown = worker.prefill_s(request, match), 1.0
+        own_s, slowdown, crowding = worker.prefill_s(request, match), 1.0, 0.0
         if mixed:
-            slowdown = worker.slowdown
+            slowdown, crowding = worker.slowdown, worker.crowding(self._num_blocks)
             own_s *= slowdown
             wait_s *= slowdown
+            # What slows a prefill is charged as delay: the charges are for its computing alone.
+            load_weight = self._least_load_weight / slowdown
+            weight *= max(self._load_share, crowding) / slowdown
         least_s, charge_s, reused, compute_s, fetch_s = wait_s + own_s, load_weight * own_s, match, own_s, 0.0
+        if mixed and self._most > match:
+            charge_s += crowding * weight * (own_s - slowdown * worker.prefill_s(request, self._most))
         if self._most > match and worker.peer_bytes_per_s and self._source is not None:
             peer_s = slowdown * worker.prefill_s(request, self._most)
             moved_s = peer_fetch_s(request, self._source, worker)
@@ -139,7 +154,7 @@ class _Scores:
     def delay_s(self, worker: WorkerView, compute_s: float) -> float:
         """Return the charge for the answers at ``worker`` that ``compute_s`` of prefill delay."""
         lasting_s = DELAYED_SHARE * self._request.answer_tokens * worker.gap_s
-        return DELAY_WEIGHT * worker.batch * min(compute_s, lasting_s)
+        return DELAY_WEIGHT * (1 - worker.disturbance) * worker.batch * min(compute_s, lasting_s)
 
     def decode_s(self, worker: WorkerView) -> float:
         """Return the least cost of decoding what ``worker`` prefills: in its seat there, or elsewhere."""
@@ -176,13 +191,13 @@ class _Scores:
         ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
         """
         rest_tokens = self._request.rest_tokens(max(hit_blocks, self._in_store))
-        return _SLACK * (1 + self._load_weight) * rest_tokens
+        return _SLACK * (1 + self._least_load_weight) * rest_tokens
 
     def candidate(self, worker: WorkerView) -> Candidate:
         """Return the judgement of one worker for people; its terms add up to the score, queue and fetch overlapping."""
         request, mixed = self._request, worker.can_decode
         _, charge_s, hit_blocks, compute_s, fetch_s = self._start(worker, mixed)
-        load_s = self._load_weight * compute_s
+        load_s = (self._least_load_weight / worker.slowdown if mixed else self._load_weight) * compute_s
         terms = (
             ("queue_s", worker.slowdown * worker.wait_s),
             ("fetch_s", fetch_s),

@@ -218,6 +218,15 @@ def command(name: str, config_class: type[C], run: Callable[[C], None], help: st
     return click.Command(name, params=options_of(config_class), callback=callback, help=help, epilog=epilog)
 
 
+def from_variables(config_class: type[C]) -> C:
+    """Return the options set by variables alone, for code that runs in other programs. Raises ConfigError."""
+    try:
+        context = click.Command(config_class.__name__, params=options_of(config_class)).make_context("", [])
+    except click.UsageError as error:
+        raise ConfigError(error.format_message()) from None
+    return config_class(**context.params)
+
+
 def configuration_file() -> Path | None:
     """Return the TOML file of the current command; None if it has none."""
     context = click.get_current_context(silent=True)

@@ -27,7 +27,7 @@ PURPOSES = {
     "otel": "requests as OpenTelemetry's spans (--otlp-endpoint)",
     "plot": "drawings of replayed traces",
     "ucx": "the transport ucx",
-    "vllm": "following the KV events of vLLM",
+    "vllm": "following the KV events of vLLM, and publishing in their format",
 }
 
 

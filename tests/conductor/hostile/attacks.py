@@ -220,6 +220,8 @@ def costly(random: Random) -> Iterator[tuple[str, bytes]]:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     tool["function"]["parameters"]["properties"] = {f"p{i}": {"type": "string"} for i in range(900)}  # type: ignore[index]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    block, used = {"type": "text", "text": ""}, {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+    messages = "/v1/messages"
     chat, completions, generate = "/v1/chat/completions", "/v1/completions", "/generate"
     stops = [{"max_new_tokens": 20, "stop": [f"{i}{j}{words[:900]}" for j in range(64)]} for i in range(64)]
     cases: list[tuple[str, dict[str, Any]]] = [
@@ -241,6 +243,10 @@ def costly(random: Random) -> Iterator[tuple[str, bytes]]:
         ("/tokenize", {"prompt": [words] * 128}),
         ("/detokenize", {"tokens": ids * 120}),
         ("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 1000, "max_output_tokens": 1}),
+        (messages, {"messages": [{"role": "user", "content": [block] * 14_000}], "max_tokens": 1}),
+        (messages, {"messages": [{"role": "user", "content": "x" * 7000}] * 4000, "max_tokens": 1}),
+        (messages, {"messages": [{"role": "assistant", "content": [used] * 500}, _USER] * 12, "max_tokens": 1}),
+        (f"{messages}/count_tokens", {"messages": [_USER], "system": [block] * 14_000}),
     ]
     yield from ((path, json.dumps(given).encode()) for path, given in cases)
 

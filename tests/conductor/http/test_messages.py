@@ -135,6 +135,18 @@ class TestText:
             submitted = json.loads(cluster.workers[0].submits[-1].sampling.json_schema)
             assert submitted["properties"]["a"]["type"] == "integer"
 
+    async def test_no_reason_fits_an_aborted_one(self, tmp_path):
+        async with _served(tmp_path, TEXT) as (client, cluster):
+            worker = cluster.workers[0]
+            worker.hold()
+            stream = await _begun(client, worker)
+            (name,) = {call.id for calls in cluster.conductor.service.calls.values() for call in calls.values()}
+            assert (await cluster.http.post("/abort_request", json={"rid": name})).json() == {"aborted": 1}
+            events = [event async for event in stream]
+            assert [event.type for event in events[-2:]] == ["message_delta", "message_stop"]
+            assert events[-2].delta.stop_reason is None
+            worker.release()
+
     async def test_a_client_that_leaves_ends_its_request(self, tmp_path):
         async with _served(tmp_path, TEXT) as (client, cluster):
             worker = cluster.workers[0]
@@ -204,6 +216,57 @@ class TestPrompt:
             await self._prompted(cluster, client, metadata={"user_id": "me"})
             assert cluster.workers[0].submits[-1].client == "user me"
 
+    async def test_an_agents_request_is_served(self, tmp_path):
+        """With all that a coding agent sends: only an edit of the context, which is not made, is reported."""
+        mark = {"cache_control": {"type": "ephemeral"}}
+        system = [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"},
+            {"type": "text", "text": "You are an agent.", **mark},
+            {"type": "text", "text": "Be careful.", **mark},
+        ]
+        turns = [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "<system-reminder>"}, {"type": "text", "text": "ls"}],
+            },
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "They want a list.", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
+                    {"type": "tool_use", "id": "toolu_2", "name": "Bash", "input": {"command": "pwd"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a.txt", "is_error": False},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_2",
+                        "content": [{"type": "text", "text": "/"}],
+                        **mark,
+                    },
+                ],
+            },
+        ]
+        schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+        bash = {"name": "Bash", "description": "Run it.", "input_schema": schema, "eager_input_streaming": True}
+        body = {"model": "tiny", "max_tokens": 32_000, "system": system, "messages": turns, "tools": [bash]}
+        body |= {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "user_1_account__session_2"}, "stream": True}
+        body |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+        async with _served(tmp_path, "Done.", _template("qwen3")) as (_, cluster):
+            headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "interleaved-thinking-2025-05-14"}
+            answer = await cluster.http.post("/v1/messages?beta=true", json=body, headers=headers)
+            assert answer.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+            assert answer.headers["warning"].endswith('no effect: context_management"')
+            prompt = _prompt(cluster)
+            assert "You are an agent.\n\nBe careful." in prompt
+            assert "billing" not in prompt
+            assert "<think>\nThey want a list.\n</think>\n\nI look." in prompt
+            assert "<tool_response>\na.txt\n</tool_response>\n<tool_response>\n/\n</tool_response>" in prompt
+
     async def test_neither_headers_nor_beta_routes_matter(self, tmp_path):
         async with _served(tmp_path, TEXT) as (client, cluster):
             answer = await client.beta.messages.create(**BODY, betas=["context-1m-2025-08-07"])
@@ -213,7 +276,7 @@ class TestPrompt:
             raw = await client.messages.with_raw_response.create(**BODY, extra_headers={"x-request-id": "mine"})
             assert raw.headers["request-id"] == raw.headers["x-request-id"] == "mine"
             assert "warning" not in raw.headers
-            assert cluster.workers[0].submits
+            assert cluster.workers[0].submits[-1].client.startswith("key "), "x-api-key names the sender, too"
 
 
 class TestTools:
@@ -262,7 +325,7 @@ class TestTools:
 
     async def test_a_call_that_is_cut_off_shows_what_is_complete(self, tmp_path):
         async with _served(tmp_path, CALL.replace('"Köln"', '"Köln", "days": 3, "unit": "degrees"')) as (client, _):
-            for num_tokens in range(50, 110, 3):
+            for num_tokens in range(50, 110, 9):
                 body = {**BODY, "tools": [TOOL], "max_tokens": num_tokens}
                 whole = await client.messages.create(**body)
                 assert _plain(await _streamed(client, **body)) == _plain(whole), num_tokens

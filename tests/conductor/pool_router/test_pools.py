@@ -141,6 +141,16 @@ class TestDemand:
             ({"prompt": [[1, 2], [3]]}, (2, 2)),
             ({"messages": [{"role": "user", "content": "x" * 40}], "max_completion_tokens": 7}, (10, 17)),
             ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 40}]}]}, (10, 10)),
+            (
+                {
+                    "system": [{"type": "text", "text": "x" * 20}],
+                    "messages": [
+                        {"content": [{"type": "tool_result", "content": [{"type": "text", "text": "x" * 20}]}]}
+                    ],
+                },
+                (10, 10),
+            ),
+            ({"system": "x" * 20, "messages": [{"content": "x" * 20}], "max_tokens": 7}, (10, 17)),
             ({"text": "x" * 8, "sampling_params": {"max_new_tokens": 5}}, (2, 7)),
             ({"input_ids": [[1], [1, 2, 3]]}, (3, 3)),
             ({"input": "x" * 40, "text": {"format": {}}, "max_output_tokens": 3}, (10, 13)),
@@ -281,6 +291,39 @@ async def test_what_conductors_answer_about_themselves_and_their_responses(tmp_p
         assert (await http.delete(f"/v1/responses/{first['id']}")).json()["deleted"]
         for answer in (await http.get(f"/v1/responses/{first['id']}"), await http.post("/v1/responses", json=then)):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+
+
+async def test_messages_of_anthropics_api_go_through_with_its_errors(tmp_path):
+    async with running_pools(tmp_path, [], max_in_flight=1, max_queued=1) as pools:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "system": "be brief"}
+        answer = await pools.http.post("/v1/messages?beta=true", json=body, headers={"anthropic-version": "2023-06-01"})
+        assert (answer.status_code, answer.json()["stop_reason"]) == (200, "max_tokens")
+        assert answer.headers.get_list("request-id") == answer.headers.get_list("x-request-id")
+        counted = await pools.http.post("/v1/messages/count_tokens", json={**body, "max_tokens": None})
+        assert counted.json() == {"input_tokens": answer.json()["usage"]["input_tokens"]}
+        long = {**body, "messages": [{"role": "user", "content": "p" * 60}], "max_tokens": 40}
+        answer = await pools.http.post("/v1/messages", json={**long, "thinking": {"type": "disabled"}})
+        assert (answer.headers["x-tanghulu-prefill-pool"], answer.headers["x-tanghulu-pool"]) == ("short", "long")
+        first, then = pools.short.workers[0].submits[-1], pools.long.workers[0].submits[-1]
+        assert (first.tokens, first.stop.max_new_tokens) == (then.tokens, 1)
+        for content, words in ((b"[", "not JSON"), (json.dumps({**body, "max_tokens": 0}).encode(), "max_tokens")):
+            refused = await pools.http.post("/v1/messages", content=content, headers={"x-request-id": "mine"})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert words in refused.json()["error"]["message"]
+            assert refused.headers.get_list("request-id") == [refused.json()["request_id"]] == ["mine"]
+
+
+async def test_a_full_queue_is_tried_elsewhere_by_anthropics_name_too(tmp_path):
+    async with running_pools(tmp_path, ["long"], max_in_flight=1, max_queued=1) as pools:
+        worker, body = pools.short.workers[0], {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        worker.hold()
+        waiting = [asyncio.create_task(pools.short.http.post("/v1/messages", json=body)) for _ in range(2)]
+        await pools.short.until(lambda: pools.short.dispatcher.num_waiting == 1)
+        assert (await pools.short.http.post("/v1/messages", json=body)).status_code == 529
+        answer = await pools.http.post("/v1/messages", json=body)
+        assert (answer.status_code, answer.headers["x-tanghulu-pool"]) == (200, "long")
+        worker.release()
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
 
 
 async def test_every_answer_has_the_id_of_its_request(tmp_path):

@@ -120,16 +120,18 @@ async def test_one_that_has_not_begun_is_asked_no_more_and_another_serves() -> N
         assert still.num_requests == 1, "it was asked for a sign of life, and not for an answer"
 
 
-async def test_one_that_falls_silent_in_its_answer_ends_it_with_an_error() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_one_that_falls_silent_in_its_answer_ends_it_with_an_error(path: str) -> None:
     server = Server(begin=HEAD + chunk(b'data: {"text": "a"}\n\n'))
     async with serving(server), pool_of(server) as (_, http):
-        async with http.stream("POST", "/v1/completions", json=BODY) as answer:
+        async with http.stream("POST", path, json=BODY) as answer:
             lines = answer.aiter_lines()
             assert await anext(lines) == 'data: {"text": "a"}'
             server.lives = False
             rest = [line async for line in lines if line]
-        assert json.loads(rest[0].removeprefix("data: "))["error"]["type"]
-        assert rest[1:] == ["data: [DONE]"]
+        of_anthropic = path == "/v1/messages"
+        assert json.loads(rest[of_anthropic].removeprefix("data: "))["error"]["type"]
+        assert [rest[0], *rest[2:]] == ["event: error"] if of_anthropic else rest[1:] == ["data: [DONE]"]
 
 
 async def test_one_that_computes_is_waited_for_and_looked_at_once_for_all() -> None:

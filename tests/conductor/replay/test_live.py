@@ -247,6 +247,13 @@ class TestCommand:
         row = json.loads(result.output)
         assert (row["num_requests"], row["rejected_requests"], row["failed_requests"]) == (3, 1.0, 0.0)
 
+    def test_a_live_run_is_compared_with_the_same_in_virtual_time(self, tmp_path):
+        with served(_whole) as (url, _):
+            arguments = [self.trace(tmp_path), "--live", url, "--warmup", "0", "--speedup", "1000", "--compare"]
+            result = CliRunner().invoke(COMMAND, [*arguments, "--workers", "2"], catch_exceptions=False)
+        assert "ttft-min (simulated)" in result.output
+        assert re.search(r"mean TTFT [+-][\d.]+% from the simulated one, hits [+-]", result.output)
+
 
 class TestOptions:
     """Those that go with --live, and those that do not."""
@@ -261,11 +268,16 @@ class TestOptions:
         with pytest.raises(ConfigError, match=f"--{name}.*--live"):
             replace(self.LIVE, **{name: value})
 
-    @pytest.mark.parametrize(("name", "value"), [("scale", 2), ("connections", 4)])
+    @pytest.mark.parametrize(("name", "value"), [("scale", 2), ("connections", 4), ("compare", True)])
     def test_what_means_nothing_in_virtual_time_is_refused(self, name, value):
         with pytest.raises(ConfigError, match=f"--{name} needs --live"):
             ReplayConfig(**{name: value})
         assert getattr(replace(self.LIVE, **{name: value}), name) == value
+
+    def test_a_compared_trace_is_not_scaled(self):
+        assert replace(self.LIVE, compare=True, workers=3, chunk_tokens=256).cluster.num_workers == 3
+        with pytest.raises(ConfigError, match="--scale"):
+            replace(self.LIVE, compare=True, scale=4)
 
     def test_a_block_can_be_divided_no_further_than_into_tokens(self):
         with pytest.raises(ConfigError, match="--scale"):

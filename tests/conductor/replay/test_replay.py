@@ -72,6 +72,15 @@ class TestBlockCache:
         assert [b in cache for b in (1, 2, 3, 9, 8)] == [True, True, False, True, True]
         assert cache.leading([1, 2, 3]) == 2
 
+    def test_copies_go_before_all_others_unless_they_were_there(self):
+        cache = BlockCache(4)
+        cache.insert([1, 2])
+        cache.insert_copies([1, 7, 8])
+        cache.insert([3])
+        assert [b in cache for b in (1, 2, 3, 7, 8)] == [True, True, True, True, False]
+        cache.insert([4])
+        assert [b in cache for b in (1, 2, 3, 4, 7)] == [True, True, True, True, False]
+
     @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=5, unique=True)), max_size=30))
     def test_like_a_plain_model(self, steps):
         cache, model = BlockCache(5), OrderedDict()

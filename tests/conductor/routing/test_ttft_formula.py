@@ -35,15 +35,23 @@ def _slowdown(w: WorkerView) -> float:
     return 1 + _slowing_s(w) * batch / (512 * _token_s(w)) if w.can_decode else 1.0
 
 
+def _disturbance(w: WorkerView) -> float:
+    return w.prefill_share / (w.prefill_share + 0.1)
+
+
 def _gap_s(w: WorkerView) -> float:
-    """Mean time between tokens: steps with prompts and without, by the share of time of each."""
+    """Time between tokens, with a chunk of a prompt in the disturbed share of the steps."""
     step_s = (w.decode_step_s or 0.02) + _slowing_s(w) * (1 + w.num_requests)
-    return 1 / (w.prefill_share / (step_s + 512 * _token_s(w)) + (1 - w.prefill_share) / step_s)
+    return step_s + 512 * _token_s(w) * _disturbance(w)
 
 
 def _answer_s(w: WorkerView) -> float:
     """The cost of an answer of 64 tokens, as no length is known, at a worker of both phases."""
-    return 64 * (2 * w.num_requests + 1) * _slowing_s(w)
+    return 0.1 * 64 * (_gap_s(w) + w.num_requests * _slowing_s(w))
+
+
+def _crowding(w: WorkerView, num_blocks: int) -> float:
+    return min(1.0, 16 * num_blocks / w.blocks_total)
 
 
 def _seat_s(w: WorkerView) -> float:
@@ -54,7 +62,8 @@ def _seat_s(w: WorkerView) -> float:
 def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], compute_s: float) -> float:
     """Delay of others, a seat, and the answer: here, or at the worker where it costs least, with the move."""
     num_blocks = -(-request.num_tokens // request.block_tokens)
-    delay_s = 0.03 * max(0, w.num_requests - w.num_waiting) * min(compute_s, 0.1 * 64 * _gap_s(w))
+    delayed_s = min(compute_s, 0.1 * 64 * _gap_s(w))
+    delay_s = 0.2 * (1 - _disturbance(w)) * max(0, w.num_requests - w.num_waiting) * delayed_s
     ways = [_answer_s(w)]
     other = min((v for v in able if v.can_decode), key=lambda v: _answer_s(v) + _seat_s(v))
     if other.blocks_free >= num_blocks:
@@ -65,25 +74,33 @@ def _decode_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerVi
         hit_tokens = max(w.hit_blocks, w.coming_blocks, request.store_hit_blocks) * request.block_tokens
         rest = max(1, request.num_tokens - hit_tokens)
         hidden_s = rest * _token_s(w) * (1 - 512 / rest) if rest > 512 else 0.0
-        move_s = 20 * max(missing * token_s - hidden_s, min(missing, 512) * token_s) if missing > 0 else 0.0
+        move_s = 3 * max(missing * token_s - hidden_s, min(missing, 512) * token_s) if missing > 0 else 0.0
         if missing > 0:
             hit = other.hit_blocks * request.block_tokens
-            move_s += 7 * max(1, request.num_tokens - hit) * _token_s(other)
+            crowding = _crowding(other, num_blocks - other.hit_blocks)
+            move_s += 3 * _gap_s(other) / 2 + 7 * crowding * max(1, request.num_tokens - hit) * _token_s(other)
         ways.append(_answer_s(other) + _seat_s(other) + (move_s if other.id != w.id else math.inf))
     return delay_s + _seat_s(w) + min(ways)
 
 
 def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], weight: float, load: float) -> float:
     """The formula of the module in its plainest form, for the fast one to be compared with."""
-    slowdown = _slowdown(w)
+    slowdown, crowding = _slowdown(w), 0.0
+    if w.can_decode:
+        crowding = _crowding(w, -(-request.num_tokens // request.block_tokens))
+        shares = [v.prefill_share for v in able if v.can_decode]
+        share = min(0.95, sum(shares) / len(shares))
+        full, load = load, min(load, share / (1 - share)) / slowdown
+        weight *= max(slowdown * load / full if full else 1.0, crowding) / slowdown
 
     def compute_s(blocks: int) -> float:
         return slowdown * max(1, request.num_tokens - blocks * request.block_tokens) * _token_s(w)
 
     wait_s = slowdown * w.queue_tokens * _token_s(w)
     match = max(w.hit_blocks, w.coming_blocks)
-    ways = [(wait_s + compute_s(match), load * compute_s(match), compute_s(match))]
-    most = max(v.hit_blocks for v in able)
+    most = max(match, *(v.hit_blocks for v in able))
+    again_s = crowding * weight * (compute_s(match) - compute_s(most))
+    ways = [(wait_s + compute_s(match), load * compute_s(match) + again_s, compute_s(match))]
     if w.peer_bytes_per_s and most > match:
         taken_s = max(0.0, min(v.send_wait_s for v in able if v.hit_blocks == most), w.receive_wait_s)
         fetch_s = taken_s + (most - match) * request.block_bytes / w.peer_bytes_per_s

@@ -66,9 +66,18 @@ def host_pool(layout: str = "page_first", dtype: torch.dtype = torch.float32) ->
 
 @contextmanager
 def attached(
-    pool: Any, master: str, tp_rank: int = 0, tp_size: int = 1, device: Any = None, **extra: Any
+    pool: Any,
+    master: str,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    device: Any = None,
+    backend: str = "dynamic",
+    **extra: Any,
 ) -> Iterator[HiCacheController]:
-    """A controller with the store behind ``pool``, its four threads running; its tensor rank is as given."""
+    """A controller with the store behind ``pool``, its four threads running; its tensor rank is as given.
+
+    ``backend``: one of SGLang's own, which reads ``extra`` alone.
+    """
     controller = HiCacheController.__new__(HiCacheController)
     controller.tp_group = controller.attn_cp_group = controller.attn_tp_group = controller.pp_group = None
     controller.mem_pool_host = controller.storage_host_pool = pool
@@ -79,8 +88,8 @@ def attached(
     ranks = {"tp_rank": tp_rank, "tp_size": tp_size, "pp_rank": 0, "pp_size": 1}
     with ExitStack() as stack:
         stack.enter_context(get_parallel().override(**ranks, attn_dcp_size=1, attn_dcp_rank=0))
-        options = {**ADAPTER, "interface_v1": 1, "master": master, **extra}
-        controller.attach_storage_backend("dynamic", model_name="org/model", storage_backend_extra_config=options)
+        options = {**ADAPTER, "interface_v1": 1, "master": master, **extra} if backend == "dynamic" else extra
+        controller.attach_storage_backend(backend, model_name="org/model", storage_backend_extra_config=options)
         try:
             yield controller
         finally:

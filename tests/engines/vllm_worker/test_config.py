@@ -11,8 +11,9 @@ from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.errors import ConfigError
 from tanghulu.masters import Masters
+from tanghulu.workers.sessions.kv_events import EventEndpoints
 
-SOCKETS = (Path("/run/events"), Path("/run/replay"))
+SOCKETS = EventEndpoints("ipc:///run/events", "ipc:///run/replay")
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def model(tmp_path: Path) -> str:
 
 
 def arguments(**options: Any) -> dict[str, Any]:
-    return VllmWorkerConfig(**options).engine_arguments(*SOCKETS)
+    return VllmWorkerConfig(**options).engine_arguments(SOCKETS)
 
 
 def test_the_store_and_further_arguments(model):
@@ -53,6 +54,8 @@ def test_sizes_are_vllm_s_own_unless_given(model):
         ({"vllm": '{"block_size": 16}'}, "use --block-tokens"),
         ({"vllm": '{"prefix_caching_hash_algo": "xxhash"}'}, "the conductor depends"),
         ({"model": "/nowhere"}, "/nowhere"),
+        ({"kv_events": "tcp://10.0.0.1:5557"}, "vLLM listens at every interface only"),
+        ({"kv_events": "5557"}, "is not of the form tcp://HOST:PORT"),
         ({"role": "prefill", "store": False}, "--role prefill hands prompts over through the store"),
     ],
 )

@@ -135,6 +135,34 @@ def test_a_transfer_that_read_a_block_has_not_used_it() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+def test_copies_go_first_until_a_request_computes_with_them(eviction: str) -> None:
+    pool = BlockPool(4, eviction)
+    own, copied = committed(pool, 1, 2), committed(pool, 11, 12)
+    pool.release(own)
+    pool.release(copied, copied=True)
+    assert pool.allocate(1) == copied[1:], "the tail of the copy, though it was used last"
+    pool.release(pool.match([h(11)]), copied=True)
+    assert pool.num_cached == 3, "used by another hand-over, it is still a copy"
+    pool.check()
+    pool.release(pool.match([h(11)]))
+    assert pool.allocate(1) != copied[:1]
+    pool.check()
+
+
+def test_a_block_that_a_request_used_beside_a_copy_is_no_copy() -> None:
+    for copy_ends_first in (True, False):
+        pool = BlockPool(2, "lru")
+        block = committed(pool, 1)
+        pool.retain(block)
+        for copied in (copy_ends_first, not copy_ends_first):
+            pool.release(block, copied=copied)
+        other = committed(pool, 2)
+        pool.release(other, copied=True)
+        assert pool.allocate(1) == other
+        pool.check()
+
+
 def _share_found(eviction: str, seed: int) -> float:
     """Of 200 prompts, each one of 16 prefixes of 115 blocks with a tail of 13 of its own, four at a time."""
     rng, pool = random.Random(seed), BlockPool(2048, eviction)
@@ -171,7 +199,7 @@ def test_random_histories(num_blocks: int, seed: int, eviction: str) -> None:
     mirror: set[BlockHash] = set()
     for _ in range(60):
         if live and rng.random() < 0.45:
-            pool.release(live.pop(rng.randrange(len(live))))
+            pool.release(live.pop(rng.randrange(len(live))), copied=rng.random() < 0.3)
         elif rng.random() < 0.05:
             pool.drop_cached()
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tanghulu.hashing import TokenSequence
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.exports import ExportState
 from tanghulu.workers.engine.pulls import MAX_PULLS, Pulls
@@ -15,8 +16,12 @@ from tests.workers.tiny import request
 PEER = export_at("there|", 7, 0)
 
 
+def named(count: int, first: int = 0) -> TokenSequence:
+    return request("any", range(first, first + count * B), block_tokens=B).sequence
+
+
 def hashes(count: int) -> list:
-    return list(request("any", range(count * B), block_tokens=B).sequence.block_hashes)
+    return list(named(count).block_hashes)
 
 
 def pulls(num_blocks: int = 16) -> Pulls:
@@ -111,7 +116,7 @@ def test_an_export_that_grows_is_not_given_back() -> None:
 @pytest.mark.parametrize("ends", [("done", "drop"), ("drop", "done")])
 def test_a_pull_is_forgotten_when_its_transfer_is_over_and_nobody_wants_it(ends: tuple[str, str]) -> None:
     made = pulls()
-    wanted = made.begin(ident("p"), hashes(2), PEER, 0)
+    wanted = made.begin(ident("p"), named(2), PEER, 0)
     for end in ends:
         assert (len(made), wanted.ending.is_set()) == (1, False if end == ends[0] else ends[0] == "drop")
         getattr(made, end)(ident("p"))
@@ -121,7 +126,7 @@ def test_a_pull_is_forgotten_when_its_transfer_is_over_and_nobody_wants_it(ends:
 
 def test_blocks_that_came_can_be_matched_before_the_last_one_has() -> None:
     made = pulls()
-    wanted = made.begin(ident("p"), hashes(4), PEER, 0)
+    wanted = made.begin(ident("p"), named(4), PEER, 0)
     assert (wanted.first_block, len(wanted.block_ids), wanted.num_tokens) == (0, 4, 4 * B)
     assert made._pool.num_hits(hashes(4)) == 0
     made.arrived(ident("p"), 3)
@@ -136,10 +141,10 @@ def test_blocks_that_came_can_be_matched_before_the_last_one_has() -> None:
 
 def test_another_pull_goes_on_from_what_an_earlier_one_has() -> None:
     made = pulls()
-    made.begin(ident("from p"), hashes(4), PEER, 0)
+    made.begin(ident("from p"), named(4), PEER, 0)
     made.arrived(ident("from p"), 2)
     made.done(ident("from p"))
-    wanted = made.begin(ident("from q"), hashes(4), PEER, 0)
+    wanted = made.begin(ident("from q"), named(4), PEER, 0)
     assert (wanted.first_block, len(wanted.block_ids)) == (2, 2)
     made.drop(ident("from p"))
     made.arrived(ident("from q"), 2)
@@ -149,7 +154,7 @@ def test_another_pull_goes_on_from_what_an_earlier_one_has() -> None:
 
 def test_a_dropped_pull_keeps_its_blocks_until_its_transfer_has_ended() -> None:
     made = pulls()
-    wanted = made.begin(ident("p"), hashes(4), PEER, 0)
+    wanted = made.begin(ident("p"), named(4), PEER, 0)
     made.arrived(ident("p"), 1)
     assert made.drop(ident("p"))
     assert wanted.ending.is_set()
@@ -163,12 +168,12 @@ def test_a_dropped_pull_keeps_its_blocks_until_its_transfer_has_ended() -> None:
 
 def test_pulls_take_only_what_is_left_over() -> None:
     made = pulls(num_blocks=6)
-    assert made.begin(ident("p"), hashes(4), PEER, spare=3) is None
-    assert made.begin(ident("p"), hashes(4), PEER, spare=2) is not None
-    assert made.begin(ident("p"), hashes(1), PEER, spare=0) is None, "it is there"
-    assert made.begin(ident("q"), hashes(4), PEER, spare=0) is None
+    assert made.begin(ident("p"), named(4), PEER, spare=3) is None
+    assert made.begin(ident("p"), named(4), PEER, spare=2) is not None
+    assert made.begin(ident("p"), named(1), PEER, spare=0) is None, "it is there"
+    assert made.begin(ident("q"), named(4), PEER, spare=0) is None
     many = pulls(num_blocks=4 * MAX_PULLS)
-    each = [list(request(f"{n}", [n] * B, block_tokens=B).sequence.block_hashes) for n in range(MAX_PULLS + 1)]
+    each = [named(1, first=n) for n in range(MAX_PULLS + 1)]
     begun = [many.begin(ident(f"{n}"), each[n], PEER, 0) for n in range(MAX_PULLS + 1)]
     assert [wanted is not None for wanted in begun] == [True] * MAX_PULLS + [False]
 
@@ -230,7 +235,7 @@ def test_a_decode_takes_the_room_of_a_pull_before_that_of_a_request() -> None:
     core.add(req("b", [4, 5, 6], 9))
     step(core)
     assert core.pull_ahead(ident("p"), req("c", list(range(50, 59))).sequence, PEER) is None, "too little is left"
-    core.pulls.begin(ident("p"), hashes(2), PEER, 0)
+    core.pulls.begin(ident("p"), named(2), PEER, 0)
     core.pulls.done(ident("p"))
     preempted = [name for _ in range(4) for name in step(core)[0].preempted]
     assert preempted == []

@@ -10,7 +10,7 @@ from typing import Any
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.master_options import PortOptions
+from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.port import SessionOptions
 
 CONNECTOR = "TanghuluConnector"
@@ -55,7 +55,7 @@ class VllmWorkerConfig(SessionOptions):
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        PortOptions.__post_init__(self)
+        SessionOptions.__post_init__(self)
         if not (Path(self.model).expanduser() / "config.json").is_file():
             raise ConfigError(
                 f"--model is {self.model!r}; vLLM's worker needs a directory with config.json, tokenizer.json and "
@@ -63,6 +63,8 @@ class VllmWorkerConfig(SessionOptions):
             )
         if self.role != "worker" and not self.store:
             raise ConfigError(f"--role {self.role} hands prompts over through the store; drop --no-store")
+        if self.event_endpoints is not None and "//*:" not in self.event_endpoints.events:
+            raise ConfigError(f"--kv-events {self.kv_events}: vLLM listens at every interface only; write tcp://*:PORT")
         self.further_arguments()
 
     @property
@@ -83,8 +85,8 @@ class VllmWorkerConfig(SessionOptions):
             raise ConfigError(f"--vllm cannot set {name}: {instead}")
         return given
 
-    def engine_arguments(self, events: Path, replay: Path) -> dict[str, Any]:
-        """Return vLLM's engine arguments as plain values; KV events use the Unix sockets ``events`` and ``replay``."""
+    def engine_arguments(self, events: EventEndpoints) -> dict[str, Any]:
+        """Return vLLM's engine arguments as plain values; vLLM publishes its KV events at ``events``."""
         arguments: dict[str, Any] = {
             "model": str(self.folder),
             "dtype": self.dtype,
@@ -94,8 +96,8 @@ class VllmWorkerConfig(SessionOptions):
             "kv_events_config": {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": f"ipc://{events}",
-                "replay_endpoint": f"ipc://{replay}",
+                "endpoint": events.events,
+                "replay_endpoint": events.replay,
             },
             # Ours receives each step's figures; vLLM's own loggers, which log and count, are left out.
             "disable_log_stats": True,

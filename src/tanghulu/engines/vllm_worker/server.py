@@ -37,6 +37,7 @@ from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.health import EngineBeats
+from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import model_card
@@ -60,9 +61,13 @@ class VllmWorkerServer(SessionWorker):
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start vLLM first, which starts processes, then open the port."""
         process, config, relay = self._process, self._config, StatsRelay()
-        events, replay = process.run_dir / "kv-events.sock", process.run_dir / "kv-replay.sock"
+        private = [f"ipc://{process.run_dir / name}" for name in ("kv-events.sock", "kv-replay.sock")]
+        public = config.event_endpoints
+        events = (
+            EventEndpoints(*private) if public is None else EventEndpoints(public.events, public.replay or private[1])
+        )
         process.progress("starting vLLM", 0.0)
-        loaded = await self._loaded(asyncio.to_thread(LoadedVllm, config.engine_arguments(events, replay), relay))
+        loaded = await self._loaded(asyncio.to_thread(LoadedVllm, config.engine_arguments(events), relay))
         stack.push_async_callback(asyncio.to_thread, loaded.close)
         facts = await loaded.facts("")
         assets = assets_of_folder(config.folder, facts.bos_id, facts.eos_ids)
@@ -82,7 +87,7 @@ class VllmWorkerServer(SessionWorker):
         )
         stack.push_async_callback(self._engine.close)
         relay.listen = self._engine.on_stats
-        source = EventSource(self.instance_id, f"ipc://{events}", f"ipc://{replay}")
+        source = EventSource(self.instance_id, events.local.events, events.local.replay)
         await stack.enter_async_context(beside(VllmFollower(source, self._engine.on_change).run()))
         await self._serve(stack, loaded, facts, assets)
         _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)

@@ -1,0 +1,1 @@
+"""Interfaces of other projects over tanghulu, for programs written against those; nothing else imports them."""
