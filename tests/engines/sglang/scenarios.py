@@ -246,7 +246,7 @@ def attempt() -> dict[str, Any]:
         "loaded": real.load(one, real.hashes_of(one, tokens), list(range(8, 16))),
         "saved": real.save(one, fresh, list(range(8))),
         "counts": dict(one.storage_backend._store.counts),
-        "is_open": one.storage_backend._store.is_open,
+        "is_healthy": one.storage_backend._store.is_healthy,
     }
 
 

@@ -137,7 +137,7 @@ def test_a_store_that_goes_away_is_misses(store: Cluster, sglang: SGLang, how: s
         for part in (own.nodes[0], own.master):
             part.kill() if how is signal.SIGKILL else part.popen.send_signal(how)
         first = process("attempt")
-        assert (first["found"], first["loaded"], first["saved"], first["is_open"]) == (0, 0, 0, False)
+        assert (first["found"], first["loaded"], first["saved"], first["is_healthy"]) == (0, 0, 0, False)
         if how is signal.SIGSTOP:
             for part in (own.nodes[0], own.master):
                 part.popen.send_signal(signal.SIGCONT)
@@ -146,4 +146,4 @@ def test_a_store_that_goes_away_is_misses(store: Cluster, sglang: SGLang, how: s
 
 
 def _whole() -> dict[str, Any]:
-    return {"found": 8, "loaded": 8, "saved": 64, "is_open": True, "counts": 0}
+    return {"found": 8, "loaded": 8, "saved": 64, "is_healthy": True, "counts": 0}

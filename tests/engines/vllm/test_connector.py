@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tanghulu
-from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash
+from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash, vllm_salt
 from tanghulu.types import BlockHash, Fingerprint
 from tests.engines.vllm.conftest import MODEL, Vllm
 from tests.store.cluster import Cluster
@@ -68,11 +68,12 @@ def test_vllm_names_blocks_as_we_do(vllm: Vllm) -> None:
     asked = [
         (random.integers(0, 150_000, random.integers(1, 600)).tolist(), block_tokens, salt)
         for block_tokens in (16, 64, 128)
-        for salt in (None, "tenant a")
+        for salt in (b"", b"tenant a")
         for _ in range(17)
     ]
-    theirs = vllm.run(HERE / "vllm_hashes.py", asked)
+    sent = [(tokens, block_tokens, vllm_salt(salt) or None) for tokens, block_tokens, salt in asked]
+    theirs = vllm.run(HERE / "vllm_hashes.py", sent)
     for (tokens, block_tokens, salt), expected in zip(asked, theirs, strict=True):
-        root = root_hash(Fingerprint(b""), (salt or "").encode(), VLLM_SHA256_CBOR)
+        root = root_hash(Fingerprint(b""), salt, VLLM_SHA256_CBOR)
         ours = TokenSequence(root, block_tokens, as_tokens(tokens), VLLM_SHA256_CBOR).block_hashes
         assert [each.hex() for each in ours] == expected
