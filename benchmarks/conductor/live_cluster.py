@@ -68,7 +68,7 @@ async def tanghulu_cluster(
                     started.set_exception(RuntimeError(f"{name}: {message}, see {child.log_path}"))
 
             await child.spawn(on_status)
-            stack.push_async_callback(child.stop)
+            stack.push_async_callback(child.stop, 10.0)
             await asyncio.wait_for(started, _READY_S)
             served.children.append(child)
             return child

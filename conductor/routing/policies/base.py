@@ -136,12 +136,12 @@ class WorkerView:
     cost: PrefillProfile = field(init=False)
     batch_s: float = field(init=False)
     seat_s: float = field(init=False)
-    batch: int = field(init=False)
-    slowdown: float = field(init=False)
-    gap_s: float = field(init=False)
-    answer_s: float = field(init=False)
-    answer_context_s: float = field(init=False)
-    disturbance: float = field(init=False)
+    batch: int = field(init=False, default=0)
+    slowdown: float = field(init=False, default=1.0)
+    gap_s: float = field(init=False, default=0.0)
+    answer_s: float = field(init=False, default=0.0)
+    answer_context_s: float = field(init=False, default=0.0)
+    disturbance: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.found(self.hit_blocks, self.coming_blocks)
@@ -168,8 +168,6 @@ class WorkerView:
             self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
         seats = self.max_num_seqs
         self.seat_s = step_s * (self.num_requests + 1 - seats) / seats if 0 < seats <= self.num_requests else 0.0
-        self.batch, self.slowdown, self.disturbance = 0, 1.0, 0.0
-        self.gap_s = self.answer_s = self.answer_context_s = 0.0
         if self.can_prefill and self.can_decode:
             self._derive_mixed(step_s)
 
