@@ -208,10 +208,9 @@ class SegmentProcess:
         self.process.join()
 
     def close(self) -> None:
-        if self.process.is_alive():
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it may die, or have died, at any moment
             self.signal(signal.SIGCONT)
-            with contextlib.suppress(BrokenPipeError):
-                self._pipe.send(("stop", ()))
+            self._pipe.send(("stop", ()))
         self.process.join(30)
         self._pipe.close()
         self.process.close()
