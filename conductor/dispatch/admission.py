@@ -68,7 +68,7 @@ def _tbt_s(request: RequestView, worker: WorkerView, ttft_s: float) -> float:
     """Return the step time of ``worker`` in seconds once the request joins, ``ttft_s`` from now."""
     now = worker.num_requests - worker.coming_requests
     step_s = worker.decode_step_s or ASSUMED_DECODE_STEP_S
-    life_s = request.expected_output * step_s
+    life_s = request.mean_output * step_s
     staying = now * max(0.0, 1 - ttft_s / life_s) if life_s else now
     batch = staying + worker.coming_requests + 1
     if worker.decode_profile is None:

@@ -551,7 +551,7 @@ class Dispatcher:
         self._untrack(entry)
         self._withdraw(entry)
         if flight.generated:
-            self.router.output.ended(len(flight.generated))
+            self.router.output.ended(len(flight.generated), flight.known_blocks)
         self._entries.pop(flight.request.id, None)
         entry.counts.ended(end, now_s)
         story.cached_tokens, story.generated_tokens = flight.cached_tokens or 0, len(flight.generated)

@@ -32,7 +32,7 @@ from tanghulu.errors import NodeUnavailable, Overloaded, RequestKillsWorkers, Ta
 from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
 from tanghulu.session.sampling import PromptScoring
-from tanghulu.types import InstanceId
+from tanghulu.types import BlockHash, InstanceId
 
 #: Workers that may die in a row under a request that generates no token.
 MAX_KILLS: Final = 3
@@ -246,6 +246,11 @@ class Flight:
         if len(sequence) < self.num_tokens:
             sequence.append(self.generated[len(sequence) - len(prompt) :])
         return sequence
+
+    @property
+    def known_blocks(self) -> Sequence[BlockHash]:
+        """Hashes of the leading blocks, of as many as routing has needed so far."""
+        return self._sequence.block_hashes if self._sequence is not None else ()
 
     def admit(self) -> None:
         self._step(FlightEvent.ADMITTED)

@@ -111,7 +111,7 @@ class Router:
         hashes = tuple(sequence.block_hashes)
         self.in_flight.begin(wire_id, worker.id, hashes)
         if not hand_over:
-            num_tokens = min(self.output.tokens, _most_output(flight)) - len(flight.generated)
+            num_tokens = min(self.output.of(hashes), _most_output(flight)) - len(flight.generated)
             self.expected.begin(wire_id, worker.load, sequence.block_tokens, num_tokens)
         return hashes
 
@@ -234,7 +234,8 @@ class Router:
             session=flight.request.session,
             place=self._place,
             named_blocks=len(sequence.block_hashes),
-            expected_output=self.output.tokens,
+            mean_output=self.output.tokens,
+            expected_output=self.output.of(sequence.block_hashes),
             most_output=max(1, _most_output(flight) - len(flight.generated)),
             links=self.links if self.links else None,
         )

@@ -31,7 +31,7 @@ class ClusterView(abc.ABC):
         """Return the name of the prefill worker with that index."""
         return self._names[index]
 
-    def request(self, request: TraceRequest, expected_output: float) -> RequestView:
+    def request(self, request: TraceRequest, mean_output: float, expected_output: float) -> RequestView:
         named = len(request.blocks)
         return RequestView(
             request.num_tokens,
@@ -39,6 +39,7 @@ class ClusterView(abc.ABC):
             self._block_bytes,
             session=request.session,
             named_blocks=named,
+            mean_output=mean_output,
             expected_output=expected_output,
         )
 

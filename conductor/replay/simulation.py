@@ -118,7 +118,7 @@ class Simulation(abc.ABC):
         progress(job.number)
         request = job.request
         views = self._view.workers(self.now_s, request)
-        seen = self._view.request(request, self._output.tokens)
+        seen = self._view.request(request, self._output.tokens, self._output.of(request.blocks))
         decision = self._policy.choose(seen, views)
         assert decision is not None, "there are workers for both phases"
         if self._config.reject and self._admission.objection(forecast(seen, views, decision)):
@@ -254,7 +254,7 @@ class PairSimulation(Simulation):
         decode = self.decodes[job.decode]
         if job.num_decode_steps == 0:
             decode.release(job)
-            self._output.ended(1)
+            self._output.ended(1, job.request.blocks)
         else:
             left_s = self._model.hand_over_s(job.request.num_tokens, job.hit_tokens, job.prefill_s)
             worker.send_free_s = max(self.now_s, worker.send_free_s) + left_s
@@ -271,7 +271,7 @@ class PairSimulation(Simulation):
             return
         ended, next_s = worker.leave(self.now_s)
         for job in ended:
-            self._output.ended(job.request.output_tokens)
+            self._output.ended(job.request.output_tokens, job.request.blocks)
         self._plan_leave(worker, next_s)
 
     def _plan_leave(self, worker: DecodeInstance, time_s: float | None) -> None:
@@ -319,7 +319,7 @@ class WholeSimulation(Simulation):
             job.first_s, job.ttft_s = self.now_s, self.now_s - job.request.arrival_s
             self._continue(worker, job)
         for job in done.ended:
-            self._output.ended(job.request.output_tokens)
+            self._output.ended(job.request.output_tokens, job.request.blocks)
         self._proceed(worker)
 
     def _continue(self, worker: WholeInstance, job: Job) -> None:
@@ -327,7 +327,7 @@ class WholeSimulation(Simulation):
         target = self.workers[job.decode]
         if job.num_decode_steps == 0:
             target.release(job)
-            self._output.ended(1)
+            self._output.ended(1, job.request.blocks)
         elif target is not worker:
             held_tokens = target.cache.leading(job.request.blocks) * BLOCK_TOKENS
             left_s = self._model.hand_over_s(job.request.num_tokens, job.hit_tokens, job.prefill_s, held_tokens)

@@ -1,8 +1,9 @@
 """The expected length of answers, and the blocks that answers in progress will still fill while decoding. Pure.
 
 A worker reports the blocks currently in use. Its requests will need more, depending on the length of the answers, which
-is unknown until they end, so a decaying mean of ended answers (or the request's limit, if lower) is expected. The
-expectation shrinks as tokens come; an answer that is longer than expected is expected to end at once.
+is unknown until they end, so a decaying mean of ended answers to prompts that begin alike (or the request's limit, if
+lower) is expected. The expectation shrinks as tokens come; an answer that is longer than expected is expected to end
+at once.
 
 Example: answers have 256 tokens on average, blocks 64. A request sent to a worker counts four blocks in addition to its
 prompt's, three after 100 tokens, none after 256. One with ``max_tokens`` 10 counts one.
@@ -10,6 +11,8 @@ prompt's, three after 100 tokens, none after 256. One with ``max_tokens`` 10 cou
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tanghulu.conductor.routing.worker_state import LoadTracker
@@ -17,17 +20,63 @@ from tanghulu.conductor.routing.worker_state import LoadTracker
 #: Expected output in tokens until the first answer has ended; and the weight of one more answer in the mean.
 FIRST_EXPECTED_OUTPUT = 256.0
 _WEIGHT = 0.02
+#: Answers to prompts that begin alike from which their own mean is used; and the prefixes remembered at most.
+MIN_ANSWERS = 16
+MOST_PREFIXES = 10_000
 
 
 class OutputEstimate:
-    """Expected output of a request, in ``tokens``: a decaying mean of the answers that have ended."""
+    """Expected output of requests, in tokens: decaying means of the answers that have ended; of all in ``tokens``.
+
+    Prompts of one tool or agent begin alike, and their answers have lengths of their own. So an answer is expected to
+    be as long as those to prompts with the same 1, 2, 4, 8, ... leading blocks: the most blocks that MIN_ANSWERS share.
+    Example: chats have answers of 300 tokens, a tool's calls of 20, and all begin with the same block; the second one
+    tells them apart.
+    """
 
     def __init__(self) -> None:
         self.tokens = FIRST_EXPECTED_OUTPUT
+        self._means: OrderedDict[Hashable, _Mean] = OrderedDict()
 
-    def ended(self, num_tokens: int) -> None:
-        """Count an ended answer of ``num_tokens``."""
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def of(self, blocks: Sequence[Hashable]) -> float:
+        """Return the expected tokens of the answer to a prompt of ``blocks``."""
+        tokens = self.tokens
+        for block in _leading(blocks):
+            mean = self._means.get(block)
+            if mean is None or mean.num_answers < MIN_ANSWERS:
+                break
+            tokens = mean.tokens
+        return tokens
+
+    def ended(self, num_tokens: int, blocks: Sequence[Hashable]) -> None:
+        """Count an ended answer of ``num_tokens`` to a prompt of ``blocks``."""
         self.tokens += _WEIGHT * (num_tokens - self.tokens)
+        for block in _leading(blocks):
+            mean = self._means.setdefault(block, _Mean())
+            self._means.move_to_end(block)
+            mean.num_answers += 1
+            mean.tokens += max(_WEIGHT, 1 / mean.num_answers) * (num_tokens - mean.tokens)
+            if mean.num_answers < MIN_ANSWERS:
+                break
+        while len(self._means) > MOST_PREFIXES:
+            self._means.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Mean:
+    num_answers: int = 0
+    tokens: float = 0.0
+
+
+def _leading(blocks: Sequence[Hashable]) -> Iterator[Hashable]:
+    """Yield the last of the first 1, 2, 4, 8, ... blocks: it names them all."""
+    number = 1
+    while number <= len(blocks):
+        yield blocks[number - 1]
+        number *= 2
 
 
 @dataclass(slots=True)

@@ -211,11 +211,10 @@ class RequestView(Struct, frozen=True):
     """A request as seen by routing. ``store_hit_blocks``: leading blocks that the store can give to any worker.
 
     ``session`` names the conversation ("" if unknown), ``place`` is where the request arrived. ``named_blocks`` have a
-    hash and so could be hit: all except, usually, a partial last one; 0 if unknown. ``expected_output``: tokens of an
-    average answer; 0 if unknown. ``most_output``: the request's own limit on its answer, in tokens; 0 if unknown.
-    ``links``: speeds of KV transfers between places, None without measurements; ``kv_place``: the place of the
-    request's KV after its prefill, and ``hidden_s``: seconds for which it is transferred while the prefill still
-    computes.
+    hash and so could be hit: all except, usually, a partial last one; 0 if unknown. ``mean_output``: tokens of a mean
+    answer, ``expected_output``: of this one, ``most_output``: the request's own limit; 0 if unknown. ``links``: speeds
+    of KV transfers between places, None without measurements; ``kv_place``: the place of the request's KV after its
+    prefill, and ``hidden_s``: seconds for which it is transferred while the prefill still computes.
     """
 
     num_tokens: int
@@ -225,6 +224,7 @@ class RequestView(Struct, frozen=True):
     session: str = ""
     place: Place = Place()
     named_blocks: int = 0
+    mean_output: float = 0.0
     expected_output: float = 0.0
     most_output: int = 0
     links: LinkSpeeds | None = None
@@ -234,19 +234,18 @@ class RequestView(Struct, frozen=True):
     @property
     def judged_share(self) -> float:
         """Share of JUDGED_TOKENS that the answer will have: one of 8 tokens shares its steps for 8 steps."""
-        expected, most = self.expected_output, self.most_output
-        tokens = min(expected, most) if expected and most else expected or most
-        return min(1.0, tokens / JUDGED_TOKENS) if tokens else 1.0
+        return min(1.0, self.decoded_tokens / JUDGED_TOKENS)
 
     @property
     def answer_tokens(self) -> float:
         """Tokens of a mean answer, for which a seat is occupied; JUDGED_TOKENS while unknown."""
-        return self.expected_output or JUDGED_TOKENS
+        return self.mean_output or JUDGED_TOKENS
 
     @property
     def decoded_tokens(self) -> float:
-        """Tokens that the answer is expected to have: `answer_tokens`, within the request's own limit."""
-        return min(self.answer_tokens, self.most_output) if self.most_output else self.answer_tokens
+        """Tokens that this answer is expected to have, within the request's own limit; a mean answer's if unknown."""
+        expected = self.expected_output or self.answer_tokens
+        return min(expected, self.most_output) if self.most_output else expected
 
     @property
     def num_blocks(self) -> int:

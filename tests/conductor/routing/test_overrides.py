@@ -138,7 +138,7 @@ def test_the_decode_load_is_forecast_for_the_end_of_the_prefill():
     """The worked example of the admission module: of 40 that decode 24 are left, 10 come, and the request itself."""
     prefill = WorkerView(InstanceId("p"), True, False, queue_s=4.2, prefill_tokens_per_s=10_000.0)
     decode = WorkerView(InstanceId("d"), False, True, num_requests=50, coming_requests=10, decode_step_s=0.03)
-    request = RequestView(6000, 64, 1 << 20, expected_output=400)
+    request = RequestView(6000, 64, 1 << 20, mean_output=400)
     seen = forecast(request, [prefill, decode], Decision(prefill.id, decode.id))
     assert seen.ttft_s == pytest.approx(4.8)
     assert seen.tbt_s == pytest.approx(0.03)  # fewer than now: not shorter than what was measured

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tanghulu.conductor.dispatch.router import with_both_phases
-from tanghulu.conductor.routing.expected_output import ExpectedBlocks
+from tanghulu.conductor.routing.expected_output import (
+    FIRST_EXPECTED_OUTPUT,
+    MIN_ANSWERS,
+    MOST_PREFIXES,
+    ExpectedBlocks,
+    OutputEstimate,
+)
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import make_policy
 from tanghulu.conductor.routing.worker_state import LoadTracker
@@ -50,6 +56,30 @@ def test_blocks_of_requests_under_way_are_active():
     assert _view(tracker).active_blocks == 43
     busy, idle = replace(_view(tracker), id=InstanceId("a")), replace(_view(tracker), active_blocks=0)
     assert make_policy("dynamo").choose(RequestView(640, 64, 1024), with_both_phases([busy, idle])).prefill == WORKER
+
+
+def test_an_answer_is_expected_to_be_as_long_as_those_to_prompts_that_begin_alike():
+    output = OutputEstimate()
+    assert output.of(["all"]) == FIRST_EXPECTED_OUTPUT
+    for number in range(3 * MIN_ANSWERS):
+        output.ended(300, ["all", "chat", f"{number} asks", f"{number} goes on"])
+        output.ended(20, ["all", "tool", f"call {number}"])
+    assert output.of(["all", "tool", "another call"]) == output.of(["all", "tool"]) == 20
+    assert output.of(["all", "chat", "asks", "goes on"]) == 300
+    assert 100 < output.of(["all", "something else"]) < 220
+    assert output.of(["alone"]) == output.of([]) == output.tokens
+    output.ended(1, ["all", "chat", "asks"])
+    assert 290 < output.of(["all", "chat"]) < 300, "they may change"
+
+
+def test_few_prefixes_are_remembered():
+    output = OutputEstimate()
+    for number in range(MOST_PREFIXES + 100):
+        output.ended(5, [number])
+    for _ in range(MIN_ANSWERS):
+        output.ended(5, [0])
+    assert len(output) == MOST_PREFIXES
+    assert output.of([0]) == 5
 
 
 def test_blocks_that_answers_will_fill_are_not_free_and_decay_as_tokens_come():
@@ -128,7 +158,7 @@ def test_a_full_batch_is_charged_the_wait_for_a_seat():
 
 @pytest.mark.parametrize(("seats", "chosen"), [(8, "idle"), (0, "full")])
 def test_an_idle_worker_is_chosen_over_the_holder_of_the_prefix_if_that_has_no_seat(seats: int, chosen: str):
-    request = RequestView(960, 64, 1 << 18, expected_output=8000, most_output=1)
+    request = RequestView(960, 64, 1 << 18, mean_output=8000, most_output=1)
     known = {"blocks_free": 100, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.001, "max_num_seqs": seats}
     full, idle = LoadTracker(), LoadTracker()
     full.report(WorkerLoad(num_running=8, num_waiting=8, **known))
