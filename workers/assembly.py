@@ -17,6 +17,7 @@ import structlog
 
 from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.kv_events import publishing
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
@@ -45,7 +46,7 @@ from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.health import EngineBeats, EngineProbe
-from tanghulu.workers.sessions.kv_events import publishing
+from tanghulu.workers.sessions.kv_events import sender
 from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.reports import EngineReports
 from tanghulu.workers.sessions.server import SessionHub
@@ -79,7 +80,7 @@ class WorkerServer(SessionWorker):
         factory = self._request_factory(core)
         self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
         peers = self._peers
-        publish = await stack.enter_async_context(publishing(self._config.event_endpoints, factory.root()))
+        send = await stack.enter_async_context(publishing(self._config.event_endpoints))
         self._hub = SessionHub(
             self.instance_id,
             self._process.generation,
@@ -87,7 +88,7 @@ class WorkerServer(SessionWorker):
             self._thread,
             peers.add_exports,
             peers.release,
-            publish,
+            sender(send, factory.root()),
         )
         self._beats = EngineBeats(self._thread.beat, self._process.alive)
         self._thread.start()

@@ -29,10 +29,12 @@ from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.kv_events import KvEventOptions, publishing
 from tanghulu.runtime.limits import allow_descriptors, refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import cancelled
+from tanghulu.store.node.reporting.kv_events import HeldBlocks
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.admin_service import AdminService
 from tanghulu.store.node.rpc.metrics import (
@@ -85,7 +87,7 @@ _MOST_TOUCHED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
+class NodeConfig(KvEventOptions, TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
@@ -102,6 +104,7 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
+        KvEventOptions.__post_init__(self)
         if self.max_value and self.max_value < MAX_INLINE_BYTES:
             raise ConfigError(f"--max-value {self.max_value} is less than {format_size(MAX_INLINE_BYTES)}")
         if self.memory < 4096:
@@ -187,6 +190,7 @@ class Node:
         self._copier = Copier(config.master, self._puts, self._reporter.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
         self._authorizer: Authorizer | None = None
+        self._held: HeldBlocks | None = None
         self._register_metrics(process.registry, tenants)
 
     def _make_state(self, access: AccessTable, tenants: TenantUsage | None) -> NodeState:
@@ -247,7 +251,13 @@ class Node:
         allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections + config.max_data_connections)
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
+            async with (
+                publishing(config.event_endpoints) as publish,
+                MasterDiscovery(self._config.master, finder=self._masters) as discovery,
+            ):
+                if publish is not None:
+                    self._held = HeldBlocks(publish, has_ssd=self._tier is not None)
+                    self.state.reports.watch = self._held.changed
                 await self._process.unless_stopping(meet(discovery))
                 if self._tier is not None:
                     await self._tier.populate()
@@ -382,6 +392,8 @@ class Node:
             self._evict_ahead()
             self._room_changed()
             self._reporter.tick()
+            if self._held is not None:
+                self._held.flush()
             if self._config.checks:
                 self.state.check()
                 self._watermarks.check()

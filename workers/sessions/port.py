@@ -21,6 +21,7 @@ from tanghulu.rpc.fast_port import FastPort
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.methods import END, EndReply, EndRequest
 from tanghulu.runtime.config import option
+from tanghulu.runtime.kv_events import KvEventOptions
 from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import beside
@@ -37,7 +38,6 @@ from tanghulu.session.messages import (
 from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Address
 from tanghulu.workers.sessions.health import EngineBeats
-from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.server import SessionHub
 
 _log = structlog.get_logger(__name__)
@@ -85,29 +85,19 @@ class WorkerCalls:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionOptions(SecretOptions, MasterOptions, PortOptions, ProcessConfig):
+class SessionOptions(SecretOptions, KvEventOptions, MasterOptions, PortOptions, ProcessConfig):
     """The options of every worker, whatever its engine."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
     discovery: str = option("master", DISCOVERY_HELP)
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
-    kv_events: str = option(
-        "",
-        "publish KV events in vLLM's format at tcp://HOST:PORT, or tcp://HOST:PORT|tcp://HOST:PORT with replays at "
-        "the second; token ids are in them, in the clear",
-    )
     grace_s: float = option(
         10.0, "seconds for which running requests may continue at shutdown before they move to other workers", least=0
     )
 
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
-        _ = self.event_endpoints  # refuses bad ones
-
-    @property
-    def event_endpoints(self) -> EventEndpoints | None:
-        """The addresses of KV events; None without. Raises ConfigError."""
-        return EventEndpoints.parse(self.kv_events) if self.kv_events else None
+        KvEventOptions.__post_init__(self)
 
 
 class SessionWorker(ABC):

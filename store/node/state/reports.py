@@ -49,6 +49,8 @@ class NodeReports:
         self._void: dict[Removal, None] = {}  # the last retracted puts
         self._deleted: dict[Removal, None] = {}  # the last chunks removed by clients
         self._report_ids = itertools.count(1)
+        #: Called with each chunk that is held now, in its tier, or no longer.
+        self.watch: Callable[[Holding, bool], None] | None = None
 
     def of(self, key: ChunkKey) -> MasterOutbox:
         """Return the outbox of the master that owns ``key``."""
@@ -108,11 +110,13 @@ class NodeReports:
         elif low_priority:
             self._unconfirmed.pop(chunk.key, None)
         self.of(chunk.key).add(chunk, low_priority=low_priority)
+        self._watched(chunk, held=True)
 
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """Remove a chunk: ``deleted`` on a client's order, or evicted, expired, corrupt."""
         self.confirmed(chunk)
         self.of(chunk.key).remove(chunk, deleted=deleted)
+        self._watched(chunk, held=False)
         if deleted:
             _remember(self._deleted, Removal(chunk.key, chunk.version), MAX_REPEATED)
 
@@ -129,6 +133,11 @@ class NodeReports:
         """Forget ``chunk``, rejected by the master: there is nothing to add, and nothing to remove there."""
         self.confirmed(chunk)
         self.of(chunk.key).forget(chunk)
+        self._watched(chunk, held=False)
+
+    def _watched(self, chunk: Holding, *, held: bool) -> None:
+        if self.watch is not None:
+            self.watch(chunk, held)
 
     def confirmed(self, chunk: Holding) -> None:
         """Record that a master has accepted ``chunk``, or that it is gone."""

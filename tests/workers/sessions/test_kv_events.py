@@ -12,12 +12,13 @@ import pytest
 from tanghulu.conductor.engines.events import EventDecoder, EventSource, VllmFollower
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence
+from tanghulu.runtime import kv_events
+from tanghulu.runtime.kv_events import EventEndpoints, KvEventPublisher, publishing
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.workers.engine.block_pool import BlockPool, KvEvent, KvEventKind
 from tanghulu.workers.engine.pulls import Pulls
-from tanghulu.workers.sessions import kv_events
-from tanghulu.workers.sessions.kv_events import EventEndpoints, KvEventPublisher, event_maps, publishing
+from tanghulu.workers.sessions.kv_events import event_maps, sender
 
 BLOCK = 4
 PLAIN, SALTED = BlockHash(b"plain-root------"), BlockHash(b"salted-root-----")
@@ -146,7 +147,8 @@ def names(of: TokenSequence, *indices: int) -> tuple[bytes, ...]:
 
 async def test_a_late_follower_has_the_first_messages_replayed(endpoints: EventEndpoints) -> None:
     prompt = sequence()
-    async with publishing(endpoints, PLAIN) as publish:
+    async with publishing(endpoints) as send:
+        publish = sender(send, PLAIN)
         publish(stored(prompt, 0))
         publish([])
         publish([*stored(prompt, 1), *removed(prompt, 0)])
@@ -169,9 +171,9 @@ async def test_a_late_follower_has_the_first_messages_replayed(endpoints: EventE
 
 async def test_what_is_kept_for_replays_is_bounded(endpoints: EventEndpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "KEPT_BYTES", 300)
-    publisher = KvEventPublisher(endpoints, PLAIN)
+    publisher = KvEventPublisher(endpoints)
     for _ in range(100):
-        publisher.publish(stored(sequence(), 0, 1))
+        publisher.publish([*event_maps(stored(sequence(), 0, 1), PLAIN)])
     kept = [payload for _, payload in publisher._kept]
     assert sum(map(len, kept)) == publisher._kept_bytes <= 300
     assert kept
@@ -182,7 +184,7 @@ async def test_bad_requests_for_replays_are_skipped(endpoints: EventEndpoints) -
     import zmq.asyncio
 
     context: Any = zmq.asyncio.Context()
-    async with publishing(endpoints, PLAIN):
+    async with publishing(endpoints):
         dealer = context.socket(zmq.DEALER)
         dealer.connect(endpoints.replay)
         for frames in ((b"",), (b"", b"1"), (b"", bytes(8), b""), (b"", bytes(8))):
@@ -201,9 +203,10 @@ async def test_bad_requests_for_replays_are_skipped(endpoints: EventEndpoints) -
 async def test_an_address_in_use_is_named(endpoints: EventEndpoints) -> None:
     bad = EventEndpoints("tcp://192.0.2.1:5557")
     with pytest.raises(ConfigError, match=r"cannot listen at tcp://192\.0\.2\.1:5557"):
-        KvEventPublisher(bad, PLAIN)
+        KvEventPublisher(bad)
 
 
 async def test_without_endpoints_nothing_is_published() -> None:
-    async with publishing(None, PLAIN) as publish:
-        publish(stored(sequence(), 0))
+    async with publishing(None) as send:
+        assert send is None
+    sender(send, PLAIN)(stored(sequence(), 0))

@@ -26,6 +26,7 @@ from tanghulu.masters import Masters
 from tanghulu.model_files.assets import TokenizerAssets, assets_of_folder
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
+from tanghulu.runtime.kv_events import EventEndpoints
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
@@ -37,7 +38,6 @@ from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.health import EngineBeats
-from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import model_card
