@@ -33,6 +33,7 @@ from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
 from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.otel import SpanExport
+from tanghulu.conductor.stories.recorder import Recorder
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserNames
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.entering import enter, meet
@@ -134,6 +135,9 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
         "", "origins of web pages that may read the answers: https://a.example,https://b.example, or *"
     )
     log_requests: bool = option(False, "log each finished request with the time of its phases")
+    record: Path | None = option(
+        None, "directory for traces of all requests, for tanghulu replay: times, lengths and shared prefixes, no text"
+    )
     otlp_endpoint: str = option("", "OpenTelemetry collector for request spans, such as http://host:4318 (extra otel)")
     grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one, -1 disables it", least=-1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
@@ -201,6 +205,9 @@ class Conductor:
         self._spans = SpanExport(config.otlp_endpoint, conductor_id) if config.otlp_endpoint else None
         if self._spans is not None:
             self.dispatcher.stories.listeners.append(self._spans.export)
+        self._recorder = Recorder(config.record, self.metrics.recorded_requests) if config.record else None
+        if self._recorder is not None:
+            self.dispatcher.record = self._recorder.add
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
@@ -278,6 +285,8 @@ class Conductor:
             await asyncio.gather(server.serving, return_exceptions=True)
             if self._spans is not None:
                 await asyncio.to_thread(self._spans.close)
+            if self._recorder is not None:
+                await asyncio.to_thread(self._recorder.close)
 
     def replicator(self, request_copies: RequestCopies) -> Replicator:
         """Return the task that has hot prefixes copied in advance, through ``request_copies``."""

@@ -69,5 +69,11 @@ class ConductorMetrics:
         self.peer_requests = gauge("peer_requests", "Sequences of other conductors that count here")
         self.queued = gauge("requests_queued", "Sequences that wait for a place or for a worker")
         self.workers = gauge("workers", "Connected workers", "role")
+        self.recorded = counter("recorded_requests", "Requests of --record: written, or dropped", "outcome")
         self.index_lag = gauge("prefix_index_waiting_blocks", "Blocks of events that the index does not have yet")
         self.index_blocks = gauge("prefix_index_blocks", "Distinct blocks that the prefix index knows", "holders")
+
+    def recorded_requests(self, num_written: int, num_dropped: int) -> None:
+        """Count requests of a recorded trace."""
+        self.recorded.labels("written").inc(num_written)
+        self.recorded.labels("dropped").inc(num_dropped)

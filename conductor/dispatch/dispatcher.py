@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +54,7 @@ from tanghulu.conductor.routing.profiles import ProfileFile
 from tanghulu.conductor.routing.requests import NO_TIMEOUTS, GenerationRequest, PromptLogprobs, Timeouts
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.stories.book import StoryBook
+from tanghulu.conductor.stories.recorder import EndedRequest
 from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
@@ -135,6 +137,8 @@ class Dispatcher:
         self.own = OwnRequests()
         self.peers = PeerRequests(self.router.in_flight, self._load_of)
         self.stories = StoryBook(metrics.phases)
+        #: Called with each request that has ended, if set.
+        self.record: Callable[[EndedRequest], None] | None = None
         self._metrics = metrics
         self._limits = limits
         self._clock = clock
@@ -553,6 +557,17 @@ class Dispatcher:
         if flight.generated:
             self.router.output.ended(len(flight.generated), flight.known_blocks)
         self._entries.pop(flight.request.id, None)
+        if self.record is not None:
+            sequence = flight.sequence(lambda: entry.model.empty_sequence(flight.request.salt))
+            ended = EndedRequest(
+                time.time() - (now_s - entry.arrived_s),
+                len(flight.request.prompt),
+                len(flight.generated),
+                sequence.block_hashes,
+                sequence.block_tokens,
+                flight.request.session,
+            )
+            self.record(ended)
         entry.counts.ended(end, now_s)
         story.cached_tokens, story.generated_tokens = flight.cached_tokens or 0, len(flight.generated)
         story.ended(status_of(end), now_s, end.error.code.lower() if end.error is not None else "")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.prefill import PrefillInstance
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
+from tanghulu.conductor.replay.trace import TraceRequest
 from tanghulu.conductor.replay.whole import WholeInstance
 from tanghulu.conductor.routing.policies.base import RequestView, WorkerView
 from tanghulu.types import InstanceId
@@ -25,7 +25,7 @@ class ClusterView(abc.ABC):
         self._names = prefill
         self._model = model
         self._peer_bytes_per_s = model.nic if fetch else 0.0
-        self._block_bytes = round(BLOCK_TOKENS * model.kv_token_bytes)
+        self._block_bytes = round(model.block_tokens * model.kv_token_bytes)
 
     def prefill_id(self, index: int) -> InstanceId:
         """Return the name of the prefill worker with that index."""
@@ -35,7 +35,7 @@ class ClusterView(abc.ABC):
         named = len(request.blocks)
         return RequestView(
             request.num_tokens,
-            BLOCK_TOKENS,
+            self._model.block_tokens,
             self._block_bytes,
             session=request.session,
             named_blocks=named,
@@ -91,14 +91,14 @@ class PairView(ClusterView):
         )
 
     def _decode(self, id: InstanceId, worker: DecodeInstance) -> WorkerView:
-        total = int(self._model.kv_tokens) // BLOCK_TOKENS
+        total = int(self._model.kv_tokens) // self._model.block_tokens
         return WorkerView(
             id=id,
             can_prefill=False,
             can_decode=True,
             num_requests=worker.num_jobs,
             coming_requests=worker.num_coming,
-            blocks_free=max(0, total - int(worker.reserved_tokens) // BLOCK_TOKENS),
+            blocks_free=max(0, total - int(worker.reserved_tokens) // self._model.block_tokens),
             blocks_total=total,
             decode_step_s=worker.step_length_s,
             decode_profile=self._decode_profile,
@@ -120,7 +120,7 @@ class WholeView(ClusterView):
     def _worker(self, id: InstanceId, worker: WholeInstance, now_s: float, request: TraceRequest) -> WorkerView:
         blocks, coming = request.blocks, worker.coming
         hit_blocks = worker.cache.leading(blocks)
-        total = int(self._model.kv_tokens) // BLOCK_TOKENS
+        total = int(self._model.kv_tokens) // self._model.block_tokens
         reserved = int(worker.reserved_tokens)
         return WorkerView(
             id=id,
@@ -129,11 +129,11 @@ class WholeView(ClusterView):
             queue_tokens=worker.waiting_tokens,
             num_requests=worker.num_jobs,
             coming_requests=worker.num_coming,
-            blocks_free=max(0, total - reserved // BLOCK_TOKENS),
+            blocks_free=max(0, total - reserved // self._model.block_tokens),
             blocks_total=total,
             hit_blocks=hit_blocks,
             coming_blocks=worker.match(blocks, hit_blocks) if self._in_flight else 0,
-            active_blocks=reserved // BLOCK_TOKENS,
+            active_blocks=reserved // self._model.block_tokens,
             active_hit_blocks=sum(1 for block in blocks if block in coming),
             queue_s=worker.waiting_s(now_s),
             profile=worker.prefill_profile,

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from tanghulu.conductor.replay.model import Job
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
+from tanghulu.conductor.replay.trace import TraceRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.runtime.master_options import HttpClientOptions
 from tanghulu.web.event_stream import EventReader
@@ -40,12 +40,16 @@ _ANSWER_S = 10.0
 
 def scaled(requests: Sequence[TraceRequest], scale: int) -> list[TraceRequest]:
     """Return ``requests`` with prompts and answers 1 / ``scale`` as long (one token or more); ``scale``: 1 to 512."""
-    block_tokens = BLOCK_TOKENS // scale
 
     def shorter(request: TraceRequest) -> TraceRequest:
-        blocks, rest = divmod(request.num_tokens, BLOCK_TOKENS)
-        tokens = max(1, blocks * block_tokens + rest // scale)
-        return dataclasses.replace(request, num_tokens=tokens, output_tokens=max(1, request.output_tokens // scale))
+        block_tokens = request.block_tokens // scale
+        if not block_tokens:
+            raise InvalidRequest(
+                f"--scale {scale} is more than the {request.block_tokens} tokens of the trace's blocks"
+            )
+        blocks, rest = divmod(request.num_tokens, request.block_tokens)
+        tokens, answer_tokens = max(1, blocks * block_tokens + rest // scale), max(1, request.output_tokens // scale)
+        return dataclasses.replace(request, num_tokens=tokens, output_tokens=answer_tokens, block_tokens=block_tokens)
 
     return [shorter(request) for request in requests]
 
@@ -68,26 +72,25 @@ class Prompts:
     another.
     """
 
-    def __init__(self, vocabulary: Sequence[int], scale: int, seed: int, run: str) -> None:
+    def __init__(self, vocabulary: Sequence[int], seed: int, run: str) -> None:
         assert vocabulary
         self._vocabulary = np.array(vocabulary, dtype=np.uint32)
-        self._block_tokens = BLOCK_TOKENS // scale
         self._salt = f"{seed}/{run}"
 
     def tokens(self, request: TraceRequest, number: int) -> list[int]:
         """Return the prompt of ``request`` (from ``scaled``), the trace's ``number``-th; unnamed blocks are unique."""
-        blocks = [self._block(name) for name in self._names(request, number)]
+        blocks = [self._block(name, request.block_tokens) for name in self._names(request, number)]
         found: list[int] = np.concatenate(blocks)[: request.num_tokens].tolist()
         return found
 
     def _names(self, request: TraceRequest, number: int) -> Iterator[str]:
-        for position in range(-(-request.num_tokens // self._block_tokens)):
+        for position in range(-(-request.num_tokens // request.block_tokens)):
             known = position < len(request.blocks)
             yield f"id {request.blocks[position]}" if known else f"request {number} block {position}"
 
-    def _block(self, name: str) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    def _block(self, name: str, num_tokens: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
         draw = np.random.default_rng(xxhash.xxh3_64_intdigest(f"{self._salt}/{name}".encode()))
-        return self._vocabulary[draw.integers(len(self._vocabulary), size=self._block_tokens)]
+        return self._vocabulary[draw.integers(len(self._vocabulary), size=num_tokens)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +181,7 @@ class _Sender:
     ) -> None:
         self._http, self._config, self._target = http, config, target
         self._result, self._progress = result, progress
-        self._prompts = Prompts(target.vocabulary, config.scale, config.seed, config.policy)
+        self._prompts = Prompts(target.vocabulary, config.seed, config.policy)
         self._slots = asyncio.Semaphore(config.connections)
 
     async def send_all(self, requests: Sequence[TraceRequest]) -> None:

@@ -70,7 +70,9 @@ class ReplayConfig(HttpClientOptions):
     )
     speeds: str = option("", "relative speeds of the first of --workers, separated by commas; the others have 1")
     speedup: float = option(1.6, "speedup of the arrival of requests", above=0)
-    blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
+    blocks: int = option(
+        5859, "the trace's blocks, of 512 tokens by default, in the cache of one prefill worker", least=1
+    )
     warmup: str = option("0.5", "share of the time span, or a trace, replayed first for warm-up")
     noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time", least=0, most=10)
     seed: int = option(0, "random seed")
@@ -217,7 +219,9 @@ def _name(trace: Path) -> str:
 def _replay_one(
     config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
 ) -> Iterator[ReplayReport]:
-    simulation = make_simulation(config.cluster, make_policy(policy, config.policy_options))
+    model = dataclasses.replace(config.cluster.model, block_tokens=requests[0].block_tokens)
+    cluster = dataclasses.replace(config.cluster, model=model)
+    simulation = make_simulation(cluster, make_policy(policy, config.policy_options))
     jobs = simulation.run(requests, advance)
     busy_s = [worker.busy_s for worker in simulation.prefills]
     yield make_report(_name(path), policy, jobs, busy_s, simulation.fetched_blocks, config.slo_s)

@@ -61,7 +61,7 @@ class Job:
 class LatencyModel:
     """The constants. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s.
 
-    ``chunk_tokens``: most tokens of a step, for workers of both phases.
+    ``chunk_tokens``: most tokens of a step, for workers of both phases; ``block_tokens``: tokens of a trace's block.
     """
 
     layers: int = 80
@@ -78,6 +78,7 @@ class LatencyModel:
     kv_tokens: float = 1.4e6
     max_batch: int = 512
     chunk_tokens: int = 512
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def kv_token_bytes(self) -> float:
@@ -100,7 +101,7 @@ class LatencyModel:
 
     def transfer_s(self, num_blocks: int) -> float:
         """Return seconds to move blocks of a trace over one NIC."""
-        return num_blocks * BLOCK_TOKENS * self.kv_token_bytes / self.nic
+        return num_blocks * self.block_tokens * self.kv_token_bytes / self.nic
 
     def hand_over_s(self, num_tokens: int, hit_tokens: int, prefill_s: float, held_tokens: int = 0) -> float:
         """Return seconds left of the move to the decode worker when prefill ends: KV follows it chunk by chunk.

@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from tanghulu.conductor.replay.model import Job
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS
 
 
 class BlockCache:
@@ -98,7 +97,7 @@ class CachingInstance(abc.ABC):
         if job.fetch_blocks > held:
             held = job.fetch_blocks + self.cache.leading(blocks[job.fetch_blocks :])
         self.cache.touch(blocks[:held])
-        job.hit_tokens = min(held * BLOCK_TOKENS, job.request.num_tokens - 1)
+        job.hit_tokens = min(held * job.request.block_tokens, job.request.num_tokens - 1)
         job.queued_tokens = job.request.num_tokens - job.hit_tokens
 
     def _computed(self, job: Job) -> None:

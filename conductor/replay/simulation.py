@@ -25,7 +25,7 @@ from tanghulu.conductor.replay.cluster_view import ClusterView, PairView, WholeV
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.model import Job, LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache, CachingInstance, PrefillInstance
-from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
+from tanghulu.conductor.replay.trace import TraceRequest
 from tanghulu.conductor.replay.whole import WholeInstance
 from tanghulu.conductor.routing.expected_output import OutputEstimate
 from tanghulu.conductor.routing.policies.base import PeerFetch, RoutingPolicy
@@ -134,8 +134,8 @@ class Simulation(abc.ABC):
             self._fetch(job, target, fetch, match)
             hit_blocks = fetch.num_blocks
         target.cache.touch(request.blocks[:match])
-        job.estimate_s = self._profile.seconds(request.num_tokens, hit_blocks * BLOCK_TOKENS)
-        job.queued_tokens = request.num_tokens - min(request.num_tokens, match * BLOCK_TOKENS)
+        job.estimate_s = self._profile.seconds(request.num_tokens, hit_blocks * self._model.block_tokens)
+        job.queued_tokens = request.num_tokens - min(request.num_tokens, match * self._model.block_tokens)
         job.expected_tokens = request.num_tokens + self._output.tokens
         self._submit(job)
         self._copy_ahead()
@@ -155,8 +155,8 @@ class Simulation(abc.ABC):
         wait_s = target.waiting_s(self.now_s)
         taken_s = max(0.0, source.send_free_s - self.now_s, target.receive_free_s - self.now_s)
         fetched_s = max(wait_s, taken_s + self._model.transfer_s(most - match))
-        fetched_s += self._profile.seconds(request.num_tokens, most * BLOCK_TOKENS)
-        own_s = wait_s + self._profile.seconds(request.num_tokens, match * BLOCK_TOKENS)
+        fetched_s += self._profile.seconds(request.num_tokens, most * self._model.block_tokens)
+        own_s = wait_s + self._profile.seconds(request.num_tokens, match * self._model.block_tokens)
         return PeerFetch(self._view.prefill_id(source.index), most) if fetched_s < own_s else None
 
     def _fetch(self, job: Job, target: CachingInstance, fetch: PeerFetch, match: int) -> None:
@@ -320,6 +320,8 @@ class WholeSimulation(Simulation):
             self._continue(worker, job)
         for job in done.ended:
             self._output.ended(job.request.output_tokens, job.request.blocks)
+            if job.request.answer_blocks:
+                worker.cache.insert(job.request.blocks + job.request.answer_blocks)
         self._proceed(worker)
 
     def _continue(self, worker: WholeInstance, job: Job) -> None:
@@ -329,7 +331,7 @@ class WholeSimulation(Simulation):
             target.release(job)
             self._output.ended(1, job.request.blocks)
         elif target is not worker:
-            held_tokens = target.cache.leading(job.request.blocks) * BLOCK_TOKENS
+            held_tokens = target.cache.leading(job.request.blocks) * self._model.block_tokens
             left_s = self._model.hand_over_s(job.request.num_tokens, job.hit_tokens, job.prefill_s, held_tokens)
             worker.send_free_s = max(self.now_s, worker.send_free_s) + left_s
             self._at(worker.send_free_s, functools.partial(self._arrive_to_decode, target, job))

@@ -1,7 +1,9 @@
 """Reading traces: gzip or plain JSON lines, one request each, in the format of Mooncake's FAST'25 release.
 
-``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one id for each 512-token block, of
-which the last may be partial; equal ids = equal prefix up to there), and ``session`` if the trace has it.
+``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one id for each block, of which the last
+may be partial; equal ids = equal prefix up to there), and ``session`` if the trace has it. Blocks have 512 tokens, or
+``block_tokens``, the same in all requests. ``answer_ids`` are the ids of the blocks that the answer has filled, if
+known (``conductor/stories/recorder.py``).
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from typing import Any
 
 from tanghulu.errors import InvalidRequest
 
-#: Tokens per block of a trace.
+#: Tokens per block of a trace that does not say otherwise.
 BLOCK_TOKENS = 512
-#: Upper limits of a request's numbers: milliseconds (30 years), and tokens.
-_MOST = {"timestamp": 1e12, "input_length": 1e8, "output_length": 1e8}
+#: Upper limits of a request's numbers: milliseconds, also since 1970, and tokens.
+_MOST = {"timestamp": 1e14, "input_length": 1e8, "output_length": 1e8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class TraceRequest:
     blocks: tuple[int, ...]
     session: str
     counted: bool
+    block_tokens: int = BLOCK_TOKENS
+    answer_blocks: tuple[int, ...] = ()
 
 
 def read_trace(path: Path, speedup: float, warmup: str, limit: int = 0) -> list[TraceRequest]:
@@ -48,6 +52,9 @@ def read_trace(path: Path, speedup: float, warmup: str, limit: int = 0) -> list[
     rows = rows[:limit] if limit else rows
     if not rows:
         raise InvalidRequest(f"trace {path} has no requests; it needs at least one line")
+    sizes = {row.get("block_tokens", BLOCK_TOKENS) for row, _ in rows}
+    if len(sizes) > 1:
+        raise InvalidRequest(f"trace {path} has blocks of {sorted(sizes)} tokens; replay one size at a time")
     first, last = rows[0][0]["timestamp"], rows[-1][0]["timestamp"]
     begin = first + (last - first) * (share or 0.0)
     return [_request(row, first, speedup, counted and row["timestamp"] >= begin) for row, counted in rows]
@@ -71,6 +78,8 @@ def _request(row: dict[str, Any], first_ms: float, speedup: float, counted: bool
         blocks=tuple(row["hash_ids"]),
         session=str(row.get("session", "")),
         counted=counted,
+        block_tokens=row.get("block_tokens", BLOCK_TOKENS),
+        answer_blocks=tuple(row.get("answer_ids", ())),
     )
 
 
@@ -98,8 +107,11 @@ def _checked(row: Any, where: str) -> dict[str, Any]:
         value = row.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
             raise InvalidRequest(f"{where}: {name!r} is {value!r:.80}, not a number from 0 to {most:g}")
-    ids = row.get("hash_ids")
-    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
-        raise InvalidRequest(f"{where}: 'hash_ids' is {ids!r:.80}, not a list of whole numbers")
+    size = row.get("block_tokens", BLOCK_TOKENS)
+    if type(size) is not int or not 0 < size <= _MOST["input_length"]:
+        raise InvalidRequest(f"{where}: 'block_tokens' is {size!r:.80}, not a whole number above 0")
+    for name, ids in (("hash_ids", row.get("hash_ids")), ("answer_ids", row.get("answer_ids", []))):
+        if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+            raise InvalidRequest(f"{where}: {name!r} is {ids!r:.80}, not a list of whole numbers")
     row["input_length"] = max(1, row["input_length"])
     return row

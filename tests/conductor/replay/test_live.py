@@ -29,8 +29,8 @@ def request(num_tokens: int, blocks: tuple[int, ...], output_tokens: int = 4, ar
     return TraceRequest(arrival_s, num_tokens, output_tokens, blocks, "s", True)
 
 
-def prompts(scale: int = 1, seed: int = 0, run: str = "") -> Prompts:
-    return Prompts(VOCABULARY, scale, seed, run)
+def prompts(seed: int = 0, run: str = "") -> Prompts:
+    return Prompts(VOCABULARY, seed, run)
 
 
 class TestPrompts:
@@ -60,12 +60,12 @@ class TestPrompts:
         long, short = scaled([request(1100, (7, 8, 9), 40), request(1024, (7, 8), 3)], 4)
         assert (long.num_tokens, long.output_tokens) == (128 + 128 + 19, 10)
         assert (short.num_tokens, short.output_tokens) == (256, 1)
-        assert prompts(4).tokens(long, 0)[:256] == prompts(4).tokens(short, 1)
+        assert prompts().tokens(long, 0)[:256] == prompts().tokens(short, 1)
 
     @pytest.mark.parametrize("scale", [1, 3, 7, 512])
     def test_lengths_are_those_of_the_plan(self, scale):
         for each in scaled([request(n, (1, 2, 3)) for n in (1, 511, 512, 513, 1500)], scale):
-            assert len(prompts(scale).tokens(each, 0)) == each.num_tokens >= 1
+            assert len(prompts().tokens(each, 0)) == each.num_tokens >= 1
 
     def test_what_the_model_cannot_take_is_refused_with_the_scale_that_would_do(self):
         with pytest.raises(InvalidRequest, match="--scale 13 "):
