@@ -60,8 +60,13 @@ class TierJobs:
         return self._stores.num_shed
 
     def load(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
-        """Start filling the rows; ``take_ended`` reports the end."""
-        self._loads.begin(lambda: self._move(self._get, job_id, keys, rows), _failed(job_id, keys))
+        """Start filling the rows; ``take_ended`` reports the end, which is due within ``load_deadline_s``."""
+        until_s = self._store.load_until_s()
+
+        def get(keys: Sequence[str], memory: list[memoryview]) -> list[bool]:
+            return [error is None for error in self._store.load(keys, memory, until_s)]
+
+        self._loads.begin(lambda: self._move(get, job_id, keys, rows), _failed(job_id, keys))
 
     def store(self, job_id: int, keys: Sequence[ChunkKey], rows: Sequence[int]) -> None:
         """Start putting the rows; refused as a whole while more than ``save_pending_bytes`` wait."""
@@ -95,9 +100,6 @@ class TierJobs:
         good = move(keys, [self._row(row) for row in rows])
         took_s = self._clock.now_s() - began_s
         return EndedJob(job_id, tuple(good), took_s, sum(good) * self._row_bytes)
-
-    def _get(self, keys: Sequence[str], memory: list[memoryview]) -> list[bool]:
-        return [error is None for error in self._store.load(keys, memory)]
 
     def _row(self, row: int) -> memoryview:
         return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]
