@@ -130,6 +130,10 @@ class BlockStore:
         """Whether a transfer would be attempted now."""
         return self._transfers.would_allow
 
+    def load_until_s(self) -> float:
+        """Return ``until_s`` of a load ordered now, which may wait for its turn."""
+        return self._clock.now_s() + self._load_s
+
     def has(self, keys: Sequence[str], deadline_s: float | None = None) -> list[bool]:
         """Return for each key whether it exists; all False if the store does not answer in time."""
         return [each is True for each in self.look_up(keys, deadline_s)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,3 +78,30 @@ def test_what_is_drained_has_ended() -> None:
     signals.wait(2)
     assert tasks.take_all() == {third: "done"}, "further tasks begin as before"
     tasks.close()
+
+
+def test_work_that_found_no_thread_does_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, signals, ran = threading.Event(), Signals(), threading.Event()
+    tasks: Tasks[str] = Tasks("test", 2, signals.count.release)
+    begun = threading.Event()
+
+    def wait_to_go() -> str:
+        begun.set()
+        return "done" if go.wait(30) else "late"
+
+    first = tasks.begin(wait_to_go, "failed")
+    assert begun.wait(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        second = tasks.begin(lambda: "done" if ran.set() else "ran", "failed")
+    signals.wait(1)
+    assert tasks.take(second) == "failed", "at once"
+    go.set()
+    tasks.close()
+    assert tasks.take(first) == "done"
+    assert not ran.is_set()
+    tasks.check()
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tanghulu.engines.common.options import LevelOptions
 from tanghulu.engines.vllm.tier_jobs import EndedJob, TierJobs
 from tanghulu.errors import MasterUnavailable
+from tanghulu.runtime.clock import Clock, ManualClock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
 from tests.store.client.test_block_store import Chunks
@@ -19,10 +20,10 @@ ROW_BYTES, NUM_ROWS = 100, 8
 DEADLINE_S = 30
 
 
-def a_tier(chunks: Chunks, **options: object) -> tuple[TierJobs, memoryview]:
+def a_tier(chunks: Chunks, clock: Clock | None = None, **options: object) -> tuple[TierJobs, memoryview]:
     memory = memoryview(bytearray(ROW_BYTES * NUM_ROWS))
     parsed = LevelOptions.parse({"master": "nowhere:1", **options})
-    store = BlockStore(chunks, parsed.load_deadline_s, parsed.save_deadline_s)
+    store = BlockStore(chunks, parsed.load_deadline_s, parsed.save_deadline_s, clock)
     return TierJobs(store, memory, ROW_BYTES, parsed), memory
 
 
@@ -48,7 +49,7 @@ def ended(jobs: TierJobs, num_jobs: int = 1) -> dict[int, EndedJob]:
 
 
 class Slow(Chunks):
-    """Puts wait until they are let go."""
+    """Puts and gets wait until they are let go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +59,11 @@ class Slow(Chunks):
         self.begun.set()
         assert self.go.wait(DEADLINE_S)
         return super().put_many(items, deadline_s=deadline_s)
+
+    def get_many_into(self, keys, buffers, *, deadline_s=None):
+        self.begun.set()
+        assert self.go.wait(DEADLINE_S)
+        return super().get_many_into(keys, buffers, deadline_s=deadline_s)
 
 
 def test_rows_are_stored_and_loaded_into_others() -> None:
@@ -79,6 +85,20 @@ def test_a_chunk_of_another_size_is_lost() -> None:
     chunks.kept |= {keys(0)[0]: b"short", keys(1)[0]: bytes(ROW_BYTES + 1)}
     jobs.load(1, keys(0, 1), [0, 1])
     assert ended(jobs)[1].good == (False, False)
+    jobs.close()
+
+
+def test_a_load_ends_at_its_deadline_though_others_were_before_it() -> None:
+    chunks, clock = Slow(), ManualClock()
+    chunks.kept |= {key: bytes(ROW_BYTES) for key in keys(0, 1)}
+    jobs, _ = a_tier(chunks, clock, threads=1, load_deadline_s=5.0)
+    jobs.load(1, keys(0), [0])
+    assert chunks.begun.wait(DEADLINE_S)
+    jobs.load(2, keys(1), [1])
+    clock.advance(5.0)
+    chunks.go.set()
+    assert {number: job.good for number, job in ended(jobs, 2).items()} == {1: (True,), 2: (False,)}
+    assert chunks.num_calls == 1
     jobs.close()
 
 

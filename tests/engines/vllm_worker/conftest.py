@@ -124,6 +124,11 @@ class Served:
         num_alive = sum(worker.popen.poll() is None for worker in self.workers)
         eventually(lambda: self.metric("tanghulu_conductor_workers") == num_alive)
 
+    def survivor(self) -> WorkerProcess:
+        """The only worker that runs."""
+        (alive,) = [worker for worker in self.workers if worker.popen.poll() is None]
+        return alive
+
     def metric(self, name: str) -> float:
         lines = [
             each for each in self.http.get("/metrics").text.splitlines() if each.startswith((f"{name} ", name + "{"))

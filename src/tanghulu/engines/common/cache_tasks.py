@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,8 +16,9 @@ _log = logging.getLogger(__name__)
 class Tasks(Generic[T]):
     """Tasks of one kind. However a task ends, its outcome is set and ``signal`` is called, exactly once.
 
-    ``failed`` is the outcome of work that raised, or could not begin: after `close`, or because the bytes of unfinished
-    tasks would exceed ``max_bytes``, a single task aside.
+    ``failed`` is the outcome of work that raised, or could not begin: after `close`, without a thread, or because the
+    bytes of unfinished tasks would exceed ``max_bytes``, a single task aside. It never runs after its end: the engine
+    gives its memory to others.
     """
 
     def __init__(self, name: str, threads: int, signal: Callable[[], None], max_bytes: int = 0) -> None:
@@ -25,7 +26,7 @@ class Tasks(Generic[T]):
         self._name, self._signal = name, signal
         self._lock, self._next = threading.Condition(), 0
         self._outcomes: dict[int, T] = {}
-        self._futures: dict[int, Future[T]] = {}
+        self._waiting: dict[int, tuple[T, int]] = {}  # outcome if it never begins, and bytes
         self._num_open, self._open_bytes, self._max_bytes = 0, 0, max_bytes
         self.num_shed = 0
 
@@ -44,25 +45,21 @@ class Tasks(Generic[T]):
             self.num_shed += sheds
             num_bytes = 0 if sheds else num_bytes
             self._open_bytes += num_bytes
+            if not sheds:
+                self._waiting[number] = failed, num_bytes
         if sheds:
             self._end(number, failed)
             return number
         try:
-            future = self._pool.submit(work)
-        except RuntimeError:  # closed
-            self._end(number, failed, num_bytes)
-            return number
-        with self._lock:
-            self._futures[number] = future
-        future.add_done_callback(lambda done: self._done(number, done, failed, num_bytes))
+            self._pool.submit(self._run, number, work)
+        except RuntimeError as error:  # closed, or no further thread: then the pool keeps the work for another one
+            _log.warning("tanghulu: a %s task could not begin and counts as failed: %s", self._name, error)
+            self._give_up(number)
         return number
 
     def drain(self) -> None:
         """Fail tasks that have not begun, and return when the others have ended, at their deadlines at the latest."""
-        with self._lock:
-            futures = list(self._futures.values())
-        for future in futures:
-            future.cancel()
+        self._give_up()
         with self._lock:
             self._lock.wait_for(lambda: self._num_open == 0)
 
@@ -82,21 +79,32 @@ class Tasks(Generic[T]):
 
         Without ``wait`` it returns at once, and those that have not begun fail.
         """
-        self._pool.shutdown(wait=wait, cancel_futures=not wait)
+        if not wait:
+            self._give_up()
+        self._pool.shutdown(wait=wait)
 
-    def _done(self, number: int, work: Future[T], failed: T, num_bytes: int) -> None:
-        if work.cancelled():
-            self._end(number, failed, num_bytes)
-            return
-        error = work.exception()
-        if error is not None:
-            _log.error("tanghulu: a %s task raised an error and counts as failed", self._name, exc_info=error)
-        self._end(number, failed if error is not None else work.result(), num_bytes)
+    def _run(self, number: int, work: Callable[[], T]) -> None:
+        with self._lock:
+            if number not in self._waiting:
+                return
+            outcome, num_bytes = self._waiting.pop(number)
+        try:
+            outcome = work()
+        except BaseException:  # noqa: BLE001 - logged; whatever it is, the engine waits for the task's end
+            _log.exception("tanghulu: a %s task raised an error and counts as failed", self._name)
+        self._end(number, outcome, num_bytes)
+
+    def _give_up(self, number: int | None = None) -> None:
+        """Fail a task that has not begun, or all of them; they never do."""
+        with self._lock:
+            numbers = list(self._waiting) if number is None else [number]
+            given_up = [(each, *self._waiting.pop(each)) for each in numbers if each in self._waiting]
+        for each in given_up:
+            self._end(*each)
 
     def _end(self, number: int, outcome: T, num_bytes: int = 0) -> None:
         with self._lock:
             self._outcomes[number] = outcome
-            self._futures.pop(number, None)
             self._num_open -= 1
             self._open_bytes -= num_bytes
             self._lock.notify_all()
@@ -106,4 +114,4 @@ class Tasks(Generic[T]):
         assert self._num_open >= 0
         assert self._open_bytes >= 0
         assert all(0 < number <= self._next for number in self._outcomes)
-        assert len(self._futures) <= self._num_open
+        assert len(self._waiting) <= self._num_open

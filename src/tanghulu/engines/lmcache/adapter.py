@@ -61,7 +61,8 @@ class TanghuluL2Adapter(L2AdapterInterface):
         """Do nothing: lookups lock nothing."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        return self._loads.begin(lambda: self._get(keys, objects), Bitmap(len(keys)))
+        until_s = self._store.load_until_s()
+        return self._loads.begin(lambda: self._get(keys, objects, until_s), Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
@@ -102,8 +103,8 @@ class TanghuluL2Adapter(L2AdapterInterface):
     def _find(self, keys: Sequence[Any]) -> Bitmap:
         return _bitmap(self._store.has(self._names(keys), self._options.lookup_deadline_s))
 
-    def _get(self, keys: Sequence[Any], objects: Sequence[Any]) -> Bitmap:
-        errors = self._store.load(self._names(keys), [each.byte_array for each in objects])
+    def _get(self, keys: Sequence[Any], objects: Sequence[Any], until_s: float) -> Bitmap:
+        errors = self._store.load(self._names(keys), [each.byte_array for each in objects], until_s)
         good = [error is None for error in errors]
         self._notify_keys_accessed([key for key, loaded in zip(keys, good, strict=True) if loaded])
         return _bitmap(good)

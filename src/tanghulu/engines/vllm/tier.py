@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tanghulu.engines.common.options import LevelOptions
 from tanghulu.engines.vllm.facts import fingerprint_of_tier
-from tanghulu.engines.vllm.tier_jobs import TierJobs
+from tanghulu.engines.vllm.tier_jobs import Promotions, TierJobs
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 
@@ -54,23 +54,32 @@ class TanghuluTier(SecondaryTierManager):
         _log.info("tanghulu: chunks are kept at %s as kv/%s/...", parsed.master, self._fingerprint[:8].hex())
         self._jobs = TierJobs(self._store, primary_kv_view.cast("B"), row_bytes, parsed)
         self._lookups = Lookups(self._store, self._fingerprint, parsed.lookup_deadline_s)
+        self._promotions = Promotions(len(primary_kv_view))
         self._loading: dict[int, tuple[OffloadKey, ...]] = {}  # the keys of each unfinished load
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._promotions.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether the store has a chunk; RETRY until it has answered, within its deadline."""
+        """Return whether the store has a chunk, and `Promotions` offers it; RETRY until the store has answered."""
+        if not self._promotions.allows(req_context.req_id, key):
+            return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        if not found:
+            return LookupResult.MISS
+        self._promotions.offer(req_context.req_id, key)
+        return LookupResult.HIT
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Send the lookups of this step."""
+        """Send the lookups of this step, whose loads vLLM has submitted before."""
+        self._promotions.end_step([*context.new_req_ids, *context.preempted_req_ids])
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._promotions.end(req_context.req_id)
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -79,6 +88,7 @@ class TanghuluTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._loading[job_metadata.job_id] = tuple(job_metadata.keys)
+        self._promotions.load(job_metadata.req_context.req_id, job_metadata.keys)
         keys = keys_of(self._fingerprint, self._loading[job_metadata.job_id])
         self._jobs.load(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
 
