@@ -71,7 +71,7 @@ class EngineClient:
             raise DeadlineExceeded(f"{self.server.url}{path} did not answer within {deadline_s:g} s") from None
         if response.status_code == 404 and optional:
             return b""
-        if response.status_code >= 400:
+        if response.status_code != 200:
             raise self._refusal(response.status_code, data)
         return data
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -206,7 +206,7 @@ class ServerFacts:
     max_num_seqs: int = 0
     events: str = ""
     replay: str = ""
-    adapters: Sequence[str] = ()
+    adapters: Collection[str] = ()
     caches: bool = True
 
 
@@ -221,14 +221,15 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def served_models(client: EngineClient) -> tuple[str, str, int, list[str]]:
-    """Return name, path and context of the server's model or adapter, and all adapters. Raises NodeUnavailable."""
+async def served_models(client: EngineClient) -> tuple[str, str, int, dict[str, str]]:
+    """Return name, path and context of the server's model or adapter, and the paths of all adapters by name.
+
+    Raises NodeUnavailable.
+    """
     server = client.server
     listed = decoded(await client.call("/v1/models"), _Models, server.url).data
-    base, adapters = (
-        next((each for each in listed if not each.parent), None),
-        [each.id for each in listed if each.parent],
-    )
+    base = next((each for each in listed if not each.parent), None)
+    adapters = {each.id: each.root or "" for each in listed if each.parent}
     if base is None or (server.adapter and server.adapter not in adapters):
         raise NodeUnavailable(f"{server.url} does not serve {server.adapter or 'any model'} (any more)")
     return server.adapter or base.id, base.root or base.id, base.max_model_len or 0, adapters

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class EngineContext:
 
     secret: ClusterSecret
     tls: TlsFiles
-    on_adapters: Callable[[EngineServer, Sequence[str]], None] = lambda server, names: None
+    on_adapters: Callable[[EngineServer, Collection[str]], None] = lambda server, names: None
     folders: ModelFolders = field(default_factory=ModelFolders)
     exports: dict[int, dict[str, Any]] = field(default_factory=dict)
     num_exports: int = 0

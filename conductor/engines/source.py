@@ -10,10 +10,9 @@ further one is known by its own address and port.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 from msgspec import structs
@@ -24,7 +23,8 @@ from tanghulu.conductor.dispatch.worker_session import AnySession
 from tanghulu.conductor.engines.servers import EngineServer, distinct, parse_server, read_servers
 from tanghulu.conductor.engines.session import DIALECTS, EngineContext, EngineSession
 from tanghulu.discovery.base import WHOLE_REQUESTS, EventKind, Instance, InstanceEvent
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.rpc.sockets import look_up
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -33,14 +33,11 @@ _log = structlog.get_logger(__name__)
 FILE_S, LOOKUP_S = 1.0, 5.0
 
 
-async def look_up(host: str, port: int) -> list[str]:
-    """Return the IP addresses of ``host``, sorted. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(each[4][0]) for each in found})
-
-
 class EngineSource:
-    """Follows the servers of ``given`` and of the file ``path``; ``servers`` are the current ones by instance."""
+    """Follows the servers of ``given`` and of the file ``path``; ``servers`` are the current ones by instance.
+
+    ``look`` returns the addresses of a host; those known stay where it raises NodeUnavailable.
+    """
 
     def __init__(
         self,
@@ -48,13 +45,13 @@ class EngineSource:
         path: Path | None,
         namespace: str,
         place: Place,
-        look: Callable[[str, int], asyncio.Future[list[str]]] | None = None,
+        look: Callable[[str], Coroutine[Any, Any, list[str]]] = look_up,
     ) -> None:
         """Read the file. Raises ConfigError."""
         self.servers: dict[InstanceId, EngineServer] = {}
         self._given, self._path = list(given), path
         self._namespace, self._place = namespace, place
-        self._look = look or look_up
+        self._look = look
         self._stamp = self._stamp_of(path)
         self._listed = distinct([*given, *read_servers(path)]) if path is not None else distinct(given)
         self._addresses: dict[EngineServer, dict[str, InstanceId]] = {}
@@ -73,7 +70,7 @@ class EngineSource:
                 self._publish()
             await asyncio.sleep(FILE_S)
 
-    def set_adapters(self, of: EngineServer, names: Sequence[str]) -> None:
+    def set_adapters(self, of: EngineServer, names: Collection[str]) -> None:
         """Have the LoRA adapters ``names`` of a server appear as servers of their own."""
         made = [structs.replace(of, adapter=name, id=InstanceId(f"{of.id}/{name}")) for name in names]
         if of.id in self.servers and self._adapters.get(of.id, []) != made:
@@ -96,15 +93,12 @@ class EngineSource:
     async def _resolve(self, server: EngineServer) -> None:
         where, known = server.host_port, self._addresses.setdefault(server, {})
         try:
-            ips = [str(ipaddress.ip_address(where.host))]
-        except ValueError:
-            try:
-                ips = await self._look(where.host, where.port)
-            except OSError as error:
-                self._rare_log.warning("engines.lookup_failed", host=where.host, error=str(error))
-                return
-            if where.host == "localhost":  # one server, whichever of its addresses it listens on
-                ips = ips[:1] if "127.0.0.1" not in ips else ["127.0.0.1"]
+            ips = sorted(await self._look(where.host))
+        except NodeUnavailable as error:
+            self._rare_log.warning("engines.lookup_failed", host=where.host, error=error.message)
+            return
+        if where.host == "localhost":  # one server, whichever of its addresses it listens on
+            ips = ips[:1] if "127.0.0.1" not in ips else ["127.0.0.1"]
         for gone in [ip for ip in known if ip not in ips]:
             del known[gone]
         for ip in ips:

@@ -139,20 +139,21 @@ class VllmDialect(EngineDialect):
             raise NodeUnavailable(f"{client.server.url} does not state the max_model_len of {name}")
         model = ModelFacts(name, root, context, int(size) if size.isdecimal() and int(size) else _DEFAULT_BLOCK)
         caches = config.get("enable_prefix_caching") != "False"
-        events, replay = await self._event_sources(client) if caches else ("", "")
+        events, replay = await event_sources(client) if caches else ("", "")
         num_blocks = int(blocks) if blocks.isdecimal() else 0
         return ServerFacts(model, num_blocks, events=events, replay=replay, adapters=adapters, caches=caches)
-
-    async def _event_sources(self, client: EngineClient) -> tuple[str, str]:
-        """Return the ZeroMQ addresses of a server's events and of their replay, "" for none."""
-        if client.server.events:
-            return client.server.event_addresses
-        data = await client.call("/kv_event_sources", optional=True)
-        ranks = list(decoded(data, dict[str, _Source], client.server.url).values()) if data else []
-        if len(ranks) != 1:  # several ranks have caches of their own
-            return "", ""
-        return reached(ranks[0].endpoint or "", client.server), reached(ranks[0].replay_endpoint or "", client.server)
 
     def probe(self, model: str) -> dict[str, Any]:
         """Return a request for one token, with a salt that no other prompt has."""
         return {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0.0, "cache_salt": "tanghulu probe"}
+
+
+async def event_sources(client: EngineClient) -> tuple[str, str]:
+    """Return the ZeroMQ addresses of a server's events and of their replay, "" for none."""
+    if client.server.events:
+        return client.server.event_addresses
+    data = await client.call("/kv_event_sources", optional=True)
+    ranks = list(decoded(data, dict[str, _Source], client.server.url).values()) if data else []
+    if len(ranks) != 1:  # several ranks have caches of their own
+        return "", ""
+    return reached(ranks[0].endpoint or "", client.server), reached(ranks[0].replay_endpoint or "", client.server)

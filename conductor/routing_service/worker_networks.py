@@ -8,13 +8,12 @@ a name that resolves elsewhere a moment later gains nothing.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import socket
 
 import httpx
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
+from tanghulu.rpc.sockets import look_up
 from tanghulu.types import parse_url
 
 #: This machine, and addresses private to an organisation (RFC 1918, RFC 4193).
@@ -46,14 +45,7 @@ class WorkerNetworks:
 
     async def addresses_of(self, host: str) -> list[str]:
         """Return the addresses of ``host`` in these networks. Raises NodeUnavailable if it has none there."""
-        if _address(host) is not None:
-            found = [host]
-        else:
-            try:
-                infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:
-                raise NodeUnavailable(f"cannot resolve {host}: {error}") from error
-            found = [str(info[4][0]) for info in infos]
+        found = await look_up(host)
         inside = [each for each in found if (address := _address(each)) is not None and self._holds(address)]
         if not inside:
             raise NodeUnavailable(f"{host} is at {', '.join(found)}, outside --worker-networks {self._text}")

@@ -10,7 +10,7 @@ import pytest
 from tanghulu.conductor.engines import source
 from tanghulu.conductor.engines.servers import parse_server, read_servers
 from tanghulu.discovery.base import EventKind
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.types import Place
 from tests.conductor.engines.fake_vllm import FakeVllm
 from tests.conductor.engines.test_front import expected, text_of
@@ -87,9 +87,9 @@ async def test_every_address_of_a_name_is_a_server(monkeypatch):
     monkeypatch.setattr(source, "LOOKUP_S", 0.0)
     addresses, seen = ["10.0.0.1"], []
 
-    async def look(host: str, port: int) -> list[str]:
+    async def look(host: str) -> list[str]:
         if not addresses:
-            raise OSError("no answer")
+            raise NodeUnavailable("no answer")
         return list(addresses)
 
     followed = source.EngineSource([parse_server("vllm=http://pool:8000")], None, "default", Place(), look)
