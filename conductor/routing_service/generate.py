@@ -25,12 +25,12 @@ from tanghulu.conductor.pool_router.relaying import (
     RelayClient,
     RelayedAnswer,
     answer_headers,
-    reason,
 )
 from tanghulu.conductor.routing_service.api import RouterApi, overrides_of
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import BlockExtras, as_tokens
+from tanghulu.rpc.http_clients import reason
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 
