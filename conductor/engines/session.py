@@ -36,7 +36,6 @@ from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.conductor.engines.sglang import SglangDialect
 from tanghulu.conductor.engines.vllm import VllmDialect
 from tanghulu.conductor.index.assumed import AssumedBlocks
-from tanghulu.conductor.index.prefix_index import Removed, Stored
 from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import Tokens, TokenSequence
@@ -396,11 +395,9 @@ class EngineSession:
         if running.generated and num_new > 0:
             running.sequence.append(running.generated[:-1][-num_new:])
         now_s, names = self._loop.time(), list(running.sequence.block_hashes)
-        for event in [*self._assumed.sweep(now_s), *self._assumed.used(self.server.id, names, now_s)]:
-            if isinstance(event, Stored):
-                self._on_change(KvChange(stored=tuple(event.blocks)))
-            elif isinstance(event, Removed):
-                self._on_change(KvChange(removed=tuple(event.blocks)))
+        for _, change in self._assumed.sweep(now_s):
+            self._on_change(change)
+        self._on_change(self._assumed.used(self.server.id, names, now_s))
 
     def _forget(self, running: _Running) -> None:
         self._running.pop(running.call.name, None)

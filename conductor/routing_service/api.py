@@ -78,7 +78,7 @@ class RouterApi:
     def best_worker(self, message: Any, caller: RoutingClient) -> Best:
         """Return the best workers for a request; request_id adds it there, explain returns all candidates."""
         query = self._query(message, caller)
-        return self.service.best(query, self._clock.now_s(), message.request_id, message.explain, caller)
+        return self.service.best(query, self._clock.now_s(), message.request_id, message.explain)
 
     def add_request(self, message: Any, caller: RoutingClient) -> None:
         """Add a request already routed by the gateway: prefill_worker and possibly decode_worker are named."""
@@ -87,11 +87,13 @@ class RouterApi:
         prefill = InstanceId(message.prefill_worker)
         decode = InstanceId(message.decode_worker or prefill)
         query, now_s = self._query(message, caller), self._clock.now_s()
-        self.service.add_request(message.request_id, query, prefill, decode, now_s, caller)
+        self.service.add_request(message.request_id, query, prefill, decode, now_s)
 
     def prefill_completed(self, message: Any, caller: RoutingClient) -> None:
         """Record the first token of a request."""
-        self.service.prefill_completed(message.request_id, self._clock.now_s(), caller)
+        name = message.request_id
+        if not self.service.prefill_completed(name, self._clock.now_s(), caller):
+            raise InvalidRequest(f"request {name!r} is not in progress; it has ended, or was never added")
 
     def free(self, message: Any, caller: RoutingClient) -> dict[str, bool]:
         """Record the end of a request."""
@@ -114,7 +116,8 @@ class RouterApi:
         extras: BlockExtras = NO_EXTRAS,
     ) -> RoutingQuery:
         """Return the query of ``caller`` for a prompt of ``tokens``."""
-        return RoutingQuery(caller.blocks(self._hasher.hashes(tokens, extras)), len(tokens), overrides, session)
+        names = caller.blocks(self._hasher.hashes(tokens, extras))
+        return RoutingQuery(names, len(tokens), overrides, session, caller)
 
     def _query(self, message: Any, caller: RoutingClient) -> RoutingQuery:
         """Return the query of a message with either hashes or tokens."""
@@ -128,7 +131,7 @@ class RouterApi:
         )
         hashes = _hashes(message.block_hashes)
         if not message.tokens:
-            return RoutingQuery(caller.blocks(hashes), message.num_tokens, overrides, message.session)
+            return RoutingQuery(caller.blocks(hashes), message.num_tokens, overrides, message.session, caller)
         if hashes:
             raise InvalidRequest("give either block_hashes or tokens, not both")
         if len(message.media) > MAX_MEDIA:
