@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest, ModelUnsupported, NodeUnavailable
 from tanghulu.hashing import joined
 from tanghulu.model_files.assets import TokenizerAssets, assets_of_folder
-from tanghulu.model_files.fields import Fields, read_json
+from tanghulu.model_files.fields import Fields, read_json, read_text
 from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Fingerprint
 
@@ -67,38 +66,25 @@ class ModelFolder:
     def read(cls, path: Path, template: str) -> ModelFolder:
         """Read the folder; ``template`` is a file that replaces its chat template. Raises ModelUnsupported."""
         config = Fields(_text_config(read_json(path / "config.json")), str(path / "config.json"))
-        generation = path / "generation_config.json"
-        further = Fields(read_json(generation) if generation.exists() else {}, str(generation))
         bos = min(config.ids("bos_token_id"), default=None)
         vocab = config.integer("vocab_size")
-        assets = assets_of_folder(path, bos, config.ids("eos_token_id") | further.ids("eos_token_id"), vocab=vocab)
+        assets = assets_of_folder(path, bos, config.ids("eos_token_id"), vocab=vocab)
         if template:
-            try:
-                assets = replace(assets, chat_template=Path(template).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelUnsupported(f"cannot read the chat template {template}: {error}") from error
+            assets = replace(assets, chat_template=read_text(Path(template)))
         digest = hashlib.blake2b((path / "config.json").read_bytes() + assets.tokenizer_json, digest_size=16).digest()
         return cls(assets, vocab, digest)
 
     def card(self, facts: ModelFacts, secret_check: bytes) -> ModelCard:
         """Return the card of the model served as ``facts``."""
-        assets = self.assets
         fingerprint = hashlib.blake2b(joined(b"engine", facts.name.encode(), self.digest), digest_size=16).digest()
-        return ModelCard(
+        return self.assets.card(
             model=facts.name,
             fingerprint=Fingerprint(fingerprint),
             block_hash=BLOCK_HASH,
             block_tokens=facts.block_tokens,
             context_length=facts.context_length,
             vocab_size=self.vocab_size,
-            eos_token_ids=assets.eos_ids,
-            tokenizer_json_zlib=zlib.compress(assets.tokenizer_json, 1),
-            chat_template=assets.chat_template or "",
-            bos_token=assets.bos_token or "",
-            eos_token=assets.eos_token or "",
-            add_bos=assets.add_bos,
             block_bytes=0,
-            sampling_defaults=assets.defaults,
             secret_check=secret_check,
         )
 

@@ -132,7 +132,7 @@ class VllmWorkerServer(SessionWorker):
         return model_card(
             facts,
             assets,
-            name=self.model_name,
+            model=self.model_name,
             fingerprint=facts.fingerprint,
             block_hash=VLLM_SHA256_CBOR,
             context_length=facts.context_length,
