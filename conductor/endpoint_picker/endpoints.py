@@ -18,14 +18,14 @@ from tanghulu.auth.credentials import NO_TLS
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
 from tanghulu.conductor.engines.client import EngineClient
 from tanghulu.conductor.engines.dialect import served_models
-from tanghulu.conductor.engines.events import EventSource
 from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.conductor.engines.source import LOOKUP_S, EngineSource
-from tanghulu.conductor.engines.vllm import event_sources
+from tanghulu.conductor.engines.vllm import event_endpoints
 from tanghulu.discovery.base import InstanceEvent
 from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.runtime.telemetry import RareLog
+from tanghulu.session.kv_endpoints import EventEndpoints
 from tanghulu.types import Address, InstanceId
 
 _log = structlog.get_logger(__name__)
@@ -59,7 +59,7 @@ class Endpoints:
         picker: EndpointPicker,
         source: EngineSource,
         health: tuple[str, float],
-        follow: Callable[[EventSource], Coroutine[Any, Any, None]] | None,
+        follow: Callable[[InstanceId, EventEndpoints], Coroutine[Any, Any, None]] | None,
         on_change: Callable[[], None],
     ) -> None:
         self._picker, self._source, self._follow, self._on_change = picker, source, follow, on_change
@@ -97,10 +97,8 @@ class Endpoints:
                     models = await self._answer(lambda: served_models(client))
                     self._picker.set_adapters(name, models[-1] if models is not None else {})
                 if is_ready and follower is None and self._follow is not None:
-                    events, replay = await self._answer(lambda: event_sources(client)) or ("", "")
-                    if events:
-                        source = EventSource(InstanceId(name), events, replay)
-                        follower = self._tasks.create_task(self._follow(source))
+                    if events := await self._answer(lambda: event_endpoints(client)):
+                        follower = self._tasks.create_task(self._follow(InstanceId(name), events))
                     else:
                         self._rare_log.warning("epp.no_kv_events", endpoint=name, path="/kv_event_sources")
                 was_ready = is_ready

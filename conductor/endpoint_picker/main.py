@@ -21,7 +21,7 @@ from tanghulu.conductor.endpoint_picker.health import Health
 from tanghulu.conductor.endpoint_picker.metrics import PickerMetrics
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
 from tanghulu.conductor.endpoint_picker.prompts import PromptReader, read_card
-from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.events import VllmFollower
 from tanghulu.conductor.engines.model import BLOCK_HASH
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.engines.source import EngineSource
@@ -37,7 +37,8 @@ from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.types import Address, Fingerprint, Role
+from tanghulu.session.kv_endpoints import EventEndpoints
+from tanghulu.types import Address, Fingerprint, InstanceId, Role
 from tanghulu.web.bodies import Bodies
 
 #: Bytes of bodies held at one time.
@@ -134,12 +135,12 @@ class EndpointPickerServer:
             await asyncio.sleep(REFRESH_S)
             await asyncio.to_thread(self._keys.refresh)
 
-    async def _follow(self, source: EventSource) -> None:
+    async def _follow(self, worker: InstanceId, endpoints: EventEndpoints) -> None:
         """Follow the KV events of an endpoint; its blocks are named by their tokens."""
         card, key = self._card, self._naming_key
         assert card is not None
-        apply = self.service.applier(source.worker)
-        await VllmFollower(source, apply, lambda: NamingDecoder(BlockNames(card, 0, key))).run()
+        apply = self.service.applier(worker)
+        await VllmFollower(worker, endpoints, apply, lambda: NamingDecoder(BlockNames(card, 0, key))).run()
 
 
 async def serve(process: Process, config: EndpointPickerConfig) -> None:

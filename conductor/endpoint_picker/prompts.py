@@ -16,7 +16,7 @@ from typing import Any, Final, TypeGuard
 
 from pydantic import ValidationError
 
-from tanghulu.conductor.engines.model import ModelFacts, ModelFolder
+from tanghulu.conductor.engines.model import ModelFolder, ServerFacts
 from tanghulu.conductor.http.anthropic.bodies import CountTokensBody
 from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.preprocess import tokenise
@@ -49,7 +49,7 @@ class Unread(Exception):
 
 def read_card(folder: Path, block_tokens: int) -> ModelCard:
     """Return the description of the model in ``folder``. Raises ModelUnsupported for unreadable files."""
-    return ModelFolder.read(folder, "").card(ModelFacts(folder.name, str(folder), _ANY_CONTEXT, block_tokens), b"")
+    return ModelFolder.read(folder, "").card(ServerFacts(folder.name, str(folder), _ANY_CONTEXT, block_tokens), b"")
 
 
 class PromptReader:

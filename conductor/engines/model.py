@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from tanghulu.errors import InvalidRequest, ModelUnsupported, NodeUnavailable
 from tanghulu.hashing import joined
 from tanghulu.model_files.assets import TokenizerAssets, assets_of_folder
 from tanghulu.model_files.fields import Fields, read_json, read_text
+from tanghulu.session.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Fingerprint
 
@@ -44,13 +46,21 @@ CHECK_CHAT: Final = [
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """A server's own description of a model: ``root`` is its path to the files, ``context_length`` in tokens."""
+class ServerFacts:
+    """A server's own description of its model, its cache, its events and its adapters.
+
+    ``root`` is the server's path to the model's files, ``context_length`` in tokens. It ``caches`` prefixes or not.
+    """
 
     name: str
     root: str
     context_length: int
     block_tokens: int
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    events: EventEndpoints = NO_EVENTS
+    adapters: Collection[str] = ()
+    caches: bool = True
 
 
 @dataclass(slots=True)
@@ -74,7 +84,7 @@ class ModelFolder:
         digest = hashlib.blake2b((path / "config.json").read_bytes() + assets.tokenizer_json, digest_size=16).digest()
         return cls(assets, vocab, digest)
 
-    def card(self, facts: ModelFacts, secret_check: bytes) -> ModelCard:
+    def card(self, facts: ServerFacts, secret_check: bytes) -> ModelCard:
         """Return the card of the model served as ``facts``."""
         fingerprint = hashlib.blake2b(joined(b"engine", facts.name.encode(), self.digest), digest_size=16).digest()
         return self.assets.card(
@@ -95,7 +105,7 @@ class ModelFolders:
     def __init__(self) -> None:
         self._read: dict[tuple[object, ...], ModelFolder] = {}
 
-    def of(self, server: EngineServer, facts: ModelFacts) -> ModelFolder:
+    def of(self, server: EngineServer, facts: ServerFacts) -> ModelFolder:
         """Return the folder of the server's model; takes a second. Raises ModelUnsupported naming the option."""
         path = Path(server.model or facts.root)
         if not (path / "config.json").is_file():
@@ -121,7 +131,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-async def card_of(client: EngineClient, facts: ModelFacts, folders: ModelFolders, secret: ClusterSecret) -> ModelCard:
+async def card_of(client: EngineClient, facts: ServerFacts, folders: ModelFolders, secret: ClusterSecret) -> ModelCard:
     """Return the card of the server's model, whose tokens are the same here as there.
 
     Raises ModelUnsupported for files that cannot be read, NodeUnavailable for other tokens.
@@ -134,7 +144,7 @@ async def card_of(client: EngineClient, facts: ModelFacts, folders: ModelFolders
     return card
 
 
-async def _compare_tokens(client: EngineClient, facts: ModelFacts, model: ServedModel) -> None:
+async def _compare_tokens(client: EngineClient, facts: ServerFacts, model: ServedModel) -> None:
     """Compare the fixed text and conversation, as far as the server tokenises for others."""
     ours = (await model.encode(CHECK_TEXT, True)).tolist()
     _compare(model, ours, await _tokens(client, {"model": facts.name, "prompt": CHECK_TEXT}), "a text", client)

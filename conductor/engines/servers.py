@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import structs
@@ -12,6 +13,7 @@ from msgspec import structs
 from tanghulu.auth.credentials import read_token
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import read_table
+from tanghulu.session.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.types import Address, InstanceId, Role, parse_url
 
 _OFFERED: Final = (
@@ -57,10 +59,8 @@ class EngineServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def host_port(self) -> Address:
         """Host and port of the URL."""
-        scheme, _, rest = self.url.partition("://")
-        where = rest.partition("/")[0]
-        bare = where.endswith("]") or ":" not in where
-        return Address.parse(f"{where}:{443 if scheme == 'https' else 80}" if bare else where)
+        parts = urlsplit(self.url)
+        return Address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
 
     @property
     def instance_role(self) -> Role:
@@ -70,15 +70,12 @@ class EngineServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def base_url(self) -> str:
         """The URL with the address in place of the name."""
-        scheme, _, rest = self.url.partition("://")
-        path = rest.partition("/")[2]
-        return f"{scheme}://{self.address}/{path}".rstrip("/")
+        return urlsplit(self.url)._replace(netloc=str(self.address)).geturl()
 
     @property
-    def event_addresses(self) -> tuple[str, str]:
-        """The given ZeroMQ addresses of events and replay; "" without."""
-        events, _, replay = self.events.partition("|")
-        return ("", "") if events == "no" else (events, replay)
+    def event_endpoints(self) -> EventEndpoints:
+        """The given addresses of events. Raises ConfigError."""
+        return NO_EVENTS if self.events in ("", "no") else EventEndpoints.parse(self.events, "events")
 
     def at(self, address: Address, name: str) -> EngineServer:
         """Return this server at one address of its name, known to clients as ``name``."""
@@ -138,7 +135,8 @@ def _checked(given: Mapping[str, Any], where: str) -> EngineServer:
         server = msgspec.convert({name: value for name, value in given.items() if name not in _OURS}, EngineServer)
         server = structs.replace(server, url=parse_url(server.url, path=True))
         read_token(f"@{server.key}" if server.key else "")
-    except (msgspec.ValidationError, InvalidRequest) as error:
+        _ = server.event_endpoints
+    except (msgspec.ValidationError, InvalidRequest, ConfigError) as error:
         raise ConfigError(f"{where}: {error}; {_OFFERED}") from None
     if server.role != "both" and server.engine != "vllm":
         raise ConfigError(f"{where}: role={server.role} is supported for vllm alone; leave it out")

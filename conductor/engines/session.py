@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -21,16 +22,10 @@ from tanghulu.auth.cluster_secret import ClusterSecret
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.engines.client import EngineClient, EngineGone
-from tanghulu.conductor.engines.dialect import (
-    AnswerPiece,
-    EngineCall,
-    EngineDialect,
-    ServerFacts,
-    served_models,
-)
-from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.dialect import AnswerPiece, EngineCall, EngineDialect, served_models
+from tanghulu.conductor.engines.events import VllmFollower
 from tanghulu.conductor.engines.load import EngineBook
-from tanghulu.conductor.engines.model import ModelFolders, card_of
+from tanghulu.conductor.engines.model import ModelFolders, ServerFacts, card_of
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.conductor.engines.sglang import SglangDialect
@@ -141,7 +136,7 @@ class EngineSession:
         """
         context = self._context
         facts = await self._dialect.facts(self._client)
-        card = await card_of(self._client, facts.model, context.folders, context.secret)
+        card = await card_of(self._client, facts, context.folders, context.secret)
         names = BlockNames(card, facts.num_blocks, context.secret.naming_key, self.server.adapter)
         self._described = _Described(facts, card, names)
         self._book = EngineBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
@@ -161,8 +156,8 @@ class EngineSession:
         if self._end is not None:
             raise self._end
         if facts.events and not missing_modules("vllm"):
-            source = EventSource(self.server.id, facts.events, facts.replay)
-            self._follower = VllmFollower(source, self._on_change, lambda: NamingDecoder(names))
+            decoder = partial(NamingDecoder, names)
+            self._follower = VllmFollower(self.server.id, facts.events, self._on_change, decoder)
             self._start(self._follower.run())
         elif facts.caches:
             hint = install_command("vllm") if facts.events else "start it with --kv-events-config"
@@ -204,7 +199,7 @@ class EngineSession:
             tokens,
             len(tokens) - len(request.prompt),
             names.cache_salt(request.salt),
-            self._known.facts.model.name,
+            self._known.facts.name,
             self.server.adapter,
             full_report=self._follower is not None and not self._follower.is_complete,
             seeded=self.server.seeds == "always" or (self.server.seeds == "given" and request.seed_given),
@@ -235,7 +230,7 @@ class EngineSession:
     async def probe(self, deadline_s: float) -> float:
         """Return the seconds for one token. Raises NodeUnavailable, DeadlineExceeded."""
         began_s, path = self._loop.time(), self._dialect.generate_path
-        await self._client.call(path, self._dialect.probe(self._known.facts.model.name), deadline_s=deadline_s)
+        await self._client.call(path, self._dialect.probe(self._known.facts.name), deadline_s=deadline_s)
         return self._loop.time() - began_s
 
     async def drop_cache(self) -> int:

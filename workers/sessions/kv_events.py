@@ -20,15 +20,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import structlog
 
 from tanghulu.errors import ConfigError
+from tanghulu.hashing import vllm_event_hash
 from tanghulu.runtime.extras import require
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.kv_endpoints import END, EventEndpoints
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 
@@ -37,37 +38,6 @@ _log = structlog.get_logger(__name__)
 KEPT_MESSAGES, KEPT_BYTES = 10_000, 64 << 20
 #: Unsent messages to one subscriber before ZeroMQ drops further ones.
 _HIGH_WATER = 100_000
-_END = (-1).to_bytes(8, "big", signed=True)
-_SCHEMES = ("tcp://", "ipc://")
-
-
-@dataclass(frozen=True, slots=True)
-class EventEndpoints:
-    """The addresses of events and of their replay ("" for none), in ZeroMQ's form."""
-
-    events: str
-    replay: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> EventEndpoints:
-        """Parse ``tcp://HOST:PORT[|tcp://HOST:PORT]``, where ``*`` is every interface; raises ConfigError."""
-        events, separator, replay = text.partition("|")
-        for each in (events, replay) if separator else (events,):
-            _, _, port = each.rpartition(":")
-            fits = each.startswith("ipc://") or (port.isdecimal() and 0 < int(port) < 65536)
-            if not each.startswith(_SCHEMES) or not fits:
-                raise ConfigError(
-                    f"--kv-events {text}: {each!r} is not of the form tcp://HOST:PORT; write tcp://*:5557, or "
-                    "tcp://*:5557|tcp://*:5657 with an address for replays"
-                )
-        if events == replay:
-            raise ConfigError(f"--kv-events {text}: events and replays need an address each")
-        return cls(events, replay)
-
-    @property
-    def local(self) -> EventEndpoints:
-        """The addresses under which this host reaches them."""
-        return EventEndpoints(*(each.replace("//*:", "//127.0.0.1:") for each in (self.events, self.replay)))
 
 
 class KvEventPublisher:
@@ -119,12 +89,12 @@ class KvEventPublisher:
         """Answer requests for replays, until cancelled."""
         while self._replay is not None:
             frames = await self._replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != len(_END):
+            if len(frames) != 3 or len(frames[2]) != len(END):
                 _log.warning("kv_events.not_a_replay_request", frames=[len(frame) for frame in frames[:4]])
                 continue
             for number, payload in [each for each in self._kept if each[0] >= frames[2]]:
                 await self._replay.send_multipart((frames[0], b"", b"", number, payload))
-            await self._replay.send_multipart((frames[0], b"", b"", _END, b""))
+            await self._replay.send_multipart((frames[0], b"", b"", END, b""))
 
     def close(self) -> None:
         """Close the sockets; unsent messages are lost."""
@@ -159,7 +129,7 @@ def event_maps(events: Sequence[KvEvent], plain_root: BlockHash) -> Iterator[dic
 
     for (is_stored, *_), places in itertools.groupby(enumerate(events), run_of):
         run = [event for _, event in places]
-        hashes = [_number(event.block_hash) for event in run]
+        hashes = [vllm_event_hash(event.block_hash) for event in run]
         if is_stored:
             yield {"type": "BlockStored", "block_hashes": hashes, **_origin(run[0], len(run), plain_root)}
         else:
@@ -176,12 +146,8 @@ def _origin(first: KvEvent, num_blocks: int, plain_root: BlockHash) -> dict[str,
     if index == 0 and sequence.root != plain_root:
         fields["extra_keys"] = [[sequence.root.hex()], *[None] * (num_blocks - 1)]
     return {
-        "parent_block_hash": _number(sequence.block_hashes[index - 1]) if index else None,
+        "parent_block_hash": vllm_event_hash(sequence.block_hashes[index - 1]) if index else None,
         "token_ids": sequence.tokens[index * size : (index + num_blocks) * size].tolist(),
         "block_size": size,
         **fields,
     }
-
-
-def _number(name: BlockHash) -> int:
-    return int.from_bytes(name[-8:], "big")

@@ -13,8 +13,8 @@ from typing import Any, Self
 import structlog
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.discovery.base import Discovery, Instance
-from tanghulu.discovery.entering import enter
+from tanghulu.discovery.base import Discovery
+from tanghulu.discovery.entering import enter, instance_of
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_port import FastPort
@@ -24,6 +24,7 @@ from tanghulu.runtime.config import option
 from tanghulu.runtime.master_options import MasterOptions, PortOptions, SecretOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.kv_endpoints import EventEndpoints
 from tanghulu.session.messages import (
     DESCRIBE,
     DROP_CACHE,
@@ -37,7 +38,6 @@ from tanghulu.session.messages import (
 from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Address
 from tanghulu.workers.sessions.health import EngineBeats
-from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.server import SessionHub
 
 _log = structlog.get_logger(__name__)
@@ -107,7 +107,7 @@ class SessionOptions(SecretOptions, MasterOptions, PortOptions, ProcessConfig):
     @property
     def event_endpoints(self) -> EventEndpoints | None:
         """The addresses of KV events; None without. Raises ConfigError."""
-        return EventEndpoints.parse(self.kv_events) if self.kv_events else None
+        return EventEndpoints.parse(self.kv_events, f"--kv-events {self.kv_events}") if self.kv_events else None
 
 
 class SessionWorker(ABC):
@@ -174,17 +174,8 @@ class SessionWorker(ABC):
     ) -> AsyncIterator[contextlib.AsyncExitStack]:
         """Register the worker; closing the value ends the registration alone."""
         process = self._process
-        instance = Instance(
-            id=self.instance_id,
-            role=process.role,
-            address=self.address,
-            namespace=self._options.namespace,
-            metrics_address=process.metrics_address,
-            place=self._options.place,
-            generation=process.generation,
-            unix_path=self.unix_path,
-            attributes={"model": self.model_name, **attributes},
-        )
+        attributes = {"model": self.model_name, **attributes}
+        instance = instance_of(process, self.address, unix_path=self.unix_path, attributes=attributes)
         registration = await process.unless_stopping(enter(discovery, instance))
         async with contextlib.AsyncExitStack() as registered:
             registered.push_async_callback(registration.close)

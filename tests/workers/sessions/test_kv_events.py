@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from tanghulu.conductor.engines.events import EventDecoder, EventSource, VllmFollower
+from tanghulu.conductor.engines.events import EventDecoder, VllmFollower
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence
+from tanghulu.session.kv_endpoints import EventEndpoints
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.workers.engine.block_pool import BlockPool, KvEvent, KvEventKind
 from tanghulu.workers.engine.pulls import Pulls
 from tanghulu.workers.sessions import kv_events
-from tanghulu.workers.sessions.kv_events import EventEndpoints, KvEventPublisher, event_maps, publishing
+from tanghulu.workers.sessions.kv_events import KvEventPublisher, event_maps, publishing
 
 BLOCK = 4
 PLAIN, SALTED = BlockHash(b"plain-root------"), BlockHash(b"salted-root-----")
@@ -101,11 +102,11 @@ def test_pulled_blocks_have_their_tokens() -> None:
 )
 def test_bad_endpoints(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-events"):
-        EventEndpoints.parse(text)
+        EventEndpoints.parse(text, "--kv-events")
 
 
 def test_endpoints() -> None:
-    endpoints = EventEndpoints.parse("tcp://*:5557|tcp://10.0.0.1:5657")
+    endpoints = EventEndpoints.parse("tcp://*:5557|tcp://10.0.0.1:5657", "--kv-events")
     assert endpoints == EventEndpoints("tcp://*:5557", "tcp://10.0.0.1:5657")
     assert endpoints.local.events == "tcp://127.0.0.1:5557"
 
@@ -121,8 +122,8 @@ class Follower:
 
     def __init__(self, endpoints: EventEndpoints) -> None:
         self.changes: asyncio.Queue[KvChange] = asyncio.Queue()
-        source = EventSource(InstanceId("w"), endpoints.events, endpoints.replay)
-        self._task = asyncio.create_task(VllmFollower(source, self.changes.put_nowait).run())
+        follower = VllmFollower(InstanceId("w"), endpoints, self.changes.put_nowait)
+        self._task = asyncio.create_task(follower.run())
 
     async def take(self, count: int) -> list[KvChange]:
         async with asyncio.timeout(30):

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.events import VllmFollower
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import LoadBook, VllmEngine
@@ -28,6 +28,7 @@ from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
+from tanghulu.session.kv_endpoints import EventEndpoints
 from tanghulu.session.model_card import ModelCard
 from tanghulu.session.outputs import KvSource
 from tanghulu.store.client.aio import AsyncClient
@@ -37,7 +38,6 @@ from tanghulu.workers.engine.exports import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.sessions.health import EngineBeats
-from tanghulu.workers.sessions.kv_events import EventEndpoints
 from tanghulu.workers.sessions.port import SessionWorker, WorkerCalls
 from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import model_card
@@ -87,8 +87,8 @@ class VllmWorkerServer(SessionWorker):
         )
         stack.push_async_callback(self._engine.close)
         relay.listen = self._engine.on_stats
-        source = EventSource(self.instance_id, events.local.events, events.local.replay)
-        await stack.enter_async_context(beside(VllmFollower(source, self._engine.on_change).run()))
+        follower = VllmFollower(self.instance_id, events.local, self._engine.on_change)
+        await stack.enter_async_context(beside(follower.run()))
         await self._serve(stack, loaded, facts, assets)
         _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)
 
