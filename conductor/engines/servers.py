@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -11,8 +11,8 @@ import msgspec
 from msgspec import structs
 
 from tanghulu.auth.credentials import read_token
+from tanghulu.auth.private_file import WatchedFile
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.runtime.config import read_table
 from tanghulu.session.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.types import Address, InstanceId, Role, parse_url
 
@@ -99,25 +99,23 @@ def parse_server(text: str) -> EngineServer:
     return _checked(given, f"--engine {text!r}")
 
 
-def read_servers(path: Path) -> list[EngineServer]:
-    """Read a list of servers: values as of --engine, or tables with its options. In TOML, it is called ``engines``.
+def servers_file(path: Path, given: Sequence[EngineServer] = ()) -> WatchedFile[Any, list[EngineServer]]:
+    """Return a file of servers, whose table has those ``given`` elsewhere as well.
 
-    Raises ConfigError naming the file and the entry.
+    It has a list: values as of --engine, or tables with its options; in TOML it is called ``engines``. Raises
+    ConfigError naming the file and the entry.
     """
-    is_json = path.suffix == ".json"
-    found = read_table(path, "engine servers", is_json=is_json)
+    return WatchedFile(path, f"engine servers {path}", Any, lambda found: distinct([*given, *_servers_in(found)]))
+
+
+def _servers_in(found: Any) -> Iterator[EngineServer]:
     entries = found.get("engines") if isinstance(found, dict) else found
     if not isinstance(entries, list):
-        raise ConfigError(f"{path} has no list of engine servers; give a JSON list, or engines = [ … ] in TOML")
-    servers = []
+        raise ConfigError("there is no list of engine servers; give a JSON list, or engines = [ … ] in TOML")
     for number, entry in enumerate(entries):
-        if isinstance(entry, str):
-            servers.append(parse_server(entry))
-        elif isinstance(entry, dict):
-            servers.append(_checked(entry, f"{path}, entry {number}"))
-        else:
-            raise ConfigError(f"{path}, entry {number} is {entry!r}; it must be text or a table of options")
-    return distinct(servers)
+        if not isinstance(entry, str | dict):
+            raise ConfigError(f"entry {number} is {entry!r}; it must be text or a table of options")
+        yield parse_server(entry) if isinstance(entry, str) else _checked(entry, f"entry {number}")
 
 
 def distinct(servers: Iterable[EngineServer]) -> list[EngineServer]:

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tanghulu.conductor.engines import source
-from tanghulu.conductor.engines.servers import parse_server, read_servers
+from tanghulu.conductor.engines.servers import parse_server, servers_file
 from tanghulu.discovery.base import EventKind
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.types import Place
@@ -43,7 +43,7 @@ def test_bad_servers_are_explained(text, error):
 def test_files(tmp_path):
     table = tmp_path / "engines.toml"
     table.write_text('engines = ["vllm=http://a:1", {engine = "sglang", url = "http://b:2", model = "/m"}]')
-    assert [each.engine for each in read_servers(table)] == ["vllm", "sglang"]
+    assert [each.engine for each in servers_file(table).table] == ["vllm", "sglang"]
     listed = tmp_path / "engines.json"
     for content, error in (
         ("{", "cannot read"),
@@ -53,7 +53,7 @@ def test_files(tmp_path):
     ):
         listed.write_text(content)
         with pytest.raises(ConfigError, match=error):
-            read_servers(listed)
+            servers_file(listed)
 
 
 async def test_servers_join_and_leave_with_the_file(fronts, folder, tmp_path):
