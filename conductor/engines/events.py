@@ -75,9 +75,7 @@ class Numbers:
 
         A number smaller than expected means that the publisher restarted: all before it are missing.
         """
-        if self.next is None:
-            return 0 if number else None
-        if number < self.next:
+        if self.next is None or number < self.next:
             return 0 if number else None
         return self.next if number > self.next else None
 

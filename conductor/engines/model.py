@@ -109,11 +109,9 @@ class ModelFolders:
         """Return the folder of the server's model; takes a second. Raises ModelUnsupported naming the option."""
         path = Path(server.model or facts.root)
         if not (path / "config.json").is_file():
-            where = f"--engine {server.engine}={server.url},model={server.model}" if server.model else ""
+            whose = "given as model" if server.model else "the server's path to it"
             raise ModelUnsupported(
-                f"{where} is no folder with a config.json; name the folder of {facts.name}"
-                if where
-                else f"the server's path to {facts.name}, {facts.root!r}, is no folder here; name the folder with its "
+                f"{path}, {whose}, is no folder with a config.json here; name the folder of {facts.name} with its "
                 f"tokenizer: --engine {server.engine}={server.url},model=FOLDER"
             )
         files = [path / name for name in (*_FILES, _TEMPLATE)] + ([Path(server.template)] if server.template else [])

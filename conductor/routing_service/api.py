@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from tanghulu.conductor.engines.events import hashes_of
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.inference.schema import RoutingFields
 from tanghulu.conductor.routing.overrides import RoutingOverrides
@@ -72,7 +73,7 @@ class RouterApi:
 
     def publish_events(self, message: Any, _: RoutingClient) -> None:
         """Apply changes of a worker's cache."""
-        change = KvChange(tuple(_hashes(message.stored)), tuple(_hashes(message.removed)), message.cleared)
+        change = KvChange(_hashes(message.stored), _hashes(message.removed), message.cleared)
         self.service.kv_event(InstanceId(message.worker), change)
 
     def best_worker(self, message: Any, caller: RoutingClient) -> Best:
@@ -149,18 +150,12 @@ def overrides_of(fields: Any, where: str = "") -> RoutingOverrides:
         raise InvalidRequest(where + from_validation(error).message) from None
 
 
-def _hashes(values: Iterable[bytes | str | int]) -> list[BlockHash]:
-    """Return the block hashes of a message: bytes, hex, or 64-bit numbers."""
+def _hashes(values: Iterable[bytes | str | int]) -> tuple[BlockHash, ...]:
+    """Return the block hashes of a message: bytes, hex, or 64-bit numbers, signed or not."""
     try:
-        hashes = [BlockHash(value if type(value) is bytes else _bytes_of(value)) for value in values]
+        hashes = hashes_of(bytes.fromhex(value) if isinstance(value, str) else value for value in values)
     except (ValueError, OverflowError) as error:
         raise InvalidRequest(f"a block hash is neither hex nor a number of 64 bits: {error}") from None
     if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
         raise InvalidRequest(f"a block hash must have 1 to {MAX_HASH_BYTES} bytes")
     return hashes
-
-
-def _bytes_of(value: bytes | str | int) -> bytes:
-    if isinstance(value, int):
-        return value.to_bytes(8, "big")
-    return bytes.fromhex(value) if isinstance(value, str) else value

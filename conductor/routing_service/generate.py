@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tanghulu.conductor.pool_router.demand import parse_body
+from tanghulu.conductor.pool_router.demand import is_token_ids, parse_body
 from tanghulu.conductor.pool_router.relaying import (
     TRY_ELSEWHERE,
     UNREACHABLE,
@@ -121,7 +121,7 @@ class Generator:
     def _read(self, body: bytes, caller: RoutingClient) -> _ParsedGenerate:
         given = parse_body(body)
         ids = given.get("input_ids")
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+        if not is_token_ids(ids):
             raise InvalidRequest(
                 "/generate requires input_ids, a list of token ids: the routing service has no tokenizer"
             )

@@ -32,7 +32,7 @@ class EventEndpoints:
             try:
                 port = Address.parse(where.replace("*", "0.0.0.0")).port if scheme == "tcp" else len(where)
                 if scheme not in ("tcp", "ipc") or not port:
-                    raise InvalidRequest("it is neither of TCP with a port, nor of IPC with a path")
+                    raise InvalidRequest("a TCP port or an IPC path is missing")
             except InvalidRequest as error:
                 raise ConfigError(
                     f"{what}: {each!r} is not of the form tcp://HOST:PORT ({error.message}); write tcp://*:5557, or "
