@@ -1,4 +1,4 @@
-"""Where KV events in vLLM's format are published: the addresses common to publishers and followers."""
+"""Addresses of KV events in vLLM's format, common to publishers and followers."""
 
 from __future__ import annotations
 
