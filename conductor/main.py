@@ -35,8 +35,8 @@ from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.otel import SpanExport
 from tanghulu.conductor.stories.recorder import Recorder
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, ParserNames
-from tanghulu.discovery.base import Discovery, Instance
-from tanghulu.discovery.entering import enter, meet
+from tanghulu.discovery.base import Discovery
+from tanghulu.discovery.entering import enter, instance_of, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import NONE as NO_DISCOVERY
 from tanghulu.discovery.open import open_discovery
@@ -336,16 +336,8 @@ async def serve(process: Process, config: ConductorConfig) -> None:
             conductor.running(discovery, config.port, process.run_dir),
             beside(*_of_store(conductor, config)),
         ):
-            instance = Instance(
-                id=process.instance_id(conductor.address.port),
-                role=Role.CONDUCTOR,
-                address=Address(config.reachable_host, conductor.address.port),
-                namespace=config.namespace,
-                metrics_address=process.metrics_address,
-                place=config.place,
-                generation=process.generation,
-                attributes={group.ATTRIBUTE: conductor.peers.published_address, "scheme": config.scheme},
-            )
+            attributes = {group.ATTRIBUTE: conductor.peers.published_address, "scheme": config.scheme}
+            instance = instance_of(process, conductor.address, attributes=attributes)
             registration = await process.unless_stopping(enter(discovery, instance))
             process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)
             await process.stopping.wait()

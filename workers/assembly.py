@@ -214,7 +214,7 @@ class WorkerServer(SessionWorker):
         return model_card(
             loaded.layout,
             loaded.assets,
-            name=loaded.name,
+            model=loaded.name,
             fingerprint=loaded.fingerprint,
             block_hash=self._config.block_hash,
             context_length=core.scheduler.max_tokens,

@@ -182,7 +182,7 @@ class _Exchange:
             subset = subset_of(metadata)
             if service.test_headers and TEST_PICK in headers:
                 subset = set(filter(service.picker.knows, listed(headers[TEST_PICK]))) or subset
-            self._pick = service.picker.pick(query, service.clock.now_s(), subset, adapter, self._caller)
+            self._pick = service.picker.pick(query, service.clock.now_s(), subset, adapter)
         return self._pick
 
     async def _query(self, headers: Mapping[str, str], body: bytes, is_whole: bool) -> tuple[RoutingQuery, str]:
@@ -192,7 +192,7 @@ class _Exchange:
             return await self._service.prompts.query(headers.get(":path", ""), body, self._caller)
         except Unread as unread:
             self._service.metrics.unread.labels(str(unread)).inc()
-            return RoutingQuery((), len(body) // 4), ""
+            return RoutingQuery((), len(body) // 4, caller=self._caller), ""
 
     # --- the response
 

@@ -21,9 +21,10 @@ from tanghulu.conductor.endpoint_picker.health import Health
 from tanghulu.conductor.endpoint_picker.metrics import PickerMetrics
 from tanghulu.conductor.endpoint_picker.picker import EndpointPicker
 from tanghulu.conductor.endpoint_picker.prompts import PromptReader, read_card
-from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.events import VllmFollower
 from tanghulu.conductor.engines.model import BLOCK_HASH
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
+from tanghulu.conductor.engines.source import EngineSource
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.routing_service.api import Hasher, RouterApi
 from tanghulu.conductor.routing_service.main import ASSUME_HELP, RoutingOptions
@@ -33,10 +34,11 @@ from tanghulu.hashing import root_hash
 from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.kv_endpoints import EventEndpoints
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.types import Address, Fingerprint, Role
+from tanghulu.types import Address, Fingerprint, InstanceId, Role
 from tanghulu.web.bodies import Bodies
 
 #: Bytes of bodies held at one time.
@@ -114,8 +116,9 @@ class EndpointPickerServer:
         config = self.config
         health = config.health_path, config.health_interval_s
         follow = self._follow if config.kv_events else None
-        addresses = parse_endpoints(config.endpoints)
-        endpoints = Endpoints(self.picker, addresses, health, follow, lambda: self.health.set(bool(self.picker.ready)))
+        look, servers = self.service.networks.addresses_of, parse_endpoints(config.endpoints)
+        source = EngineSource(servers, None, config.namespace, config.place, look)
+        endpoints = Endpoints(self.picker, source, health, follow, lambda: self.health.set(bool(self.picker.ready)))
         try:
             await self._port.start(Address(config.host, config.port))
             await self._health_port.start(Address(config.host, config.health_port))
@@ -132,12 +135,12 @@ class EndpointPickerServer:
             await asyncio.sleep(REFRESH_S)
             await asyncio.to_thread(self._keys.refresh)
 
-    def _follow(self, source: EventSource) -> asyncio.Task[None]:
+    async def _follow(self, worker: InstanceId, endpoints: EventEndpoints) -> None:
         """Follow the KV events of an endpoint; its blocks are named by their tokens."""
         card, key = self._card, self._naming_key
         assert card is not None
-        apply = self.service.applier(source.worker)
-        return asyncio.create_task(VllmFollower(source, apply, lambda: NamingDecoder(BlockNames(card, 0, key))).run())
+        apply = self.service.applier(worker)
+        await VllmFollower(worker, endpoints, apply, lambda: NamingDecoder(BlockNames(card, 0, key))).run()
 
 
 async def serve(process: Process, config: EndpointPickerConfig) -> None:

@@ -16,13 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tanghulu.conductor.routing_service.service import (
-    ANYBODY,
-    RoutableWorker,
-    RoutingClient,
-    RoutingQuery,
-    RoutingService,
-)
+from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
 from tanghulu.errors import NodeUnavailable, Overloaded
 from tanghulu.types import Address, InstanceId, Role
 
@@ -37,7 +31,6 @@ class Pick:
     """The endpoints for one request, the best first, and the one at which it counts; None after its end."""
 
     query: RoutingQuery
-    caller: RoutingClient
     endpoints: tuple[str, ...]
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     counted_at: str | None = None
@@ -98,14 +91,7 @@ class EndpointPicker:
 
     # --- requests
 
-    def pick(
-        self,
-        query: RoutingQuery,
-        now_s: float,
-        subset: Collection[str] | None = None,
-        adapter: str = "",
-        caller: RoutingClient = ANYBODY,
-    ) -> Pick:
+    def pick(self, query: RoutingQuery, now_s: float, subset: Collection[str] | None = None, adapter: str = "") -> Pick:
         """Pick endpoints and count the request at the first; ``subset`` has the only ones allowed, as ip:port or ip.
 
         Those that serve ``adapter`` are preferred: an engine may load it when it is first used. Raises NodeUnavailable
@@ -122,7 +108,7 @@ class EndpointPicker:
         named = self.service.ranked(free, query, now_s, MAX_NAMED)
         if not named:
             raise NodeUnavailable("no endpoint can take the request")
-        pick = Pick(query, caller, tuple(worker.id for worker in named))
+        pick = Pick(query, tuple(worker.id for worker in named))
         self._count(pick, pick.endpoints[0], now_s)
         return pick
 
@@ -142,8 +128,7 @@ class EndpointPicker:
 
     def first_token(self, pick: Pick, now_s: float) -> None:
         """Record the first bytes of the response's body. Its worker may have been removed meanwhile."""
-        if self.service.has_request(pick.request_id, pick.caller):
-            self.service.prefill_completed(pick.request_id, now_s, pick.caller)
+        self.service.prefill_completed(pick.request_id, now_s, pick.query.caller)
 
     def end(self, pick: Pick) -> None:
         """Record the end of the response, or of the gateway's interest in it; no error if it has ended."""
@@ -151,7 +136,7 @@ class EndpointPicker:
             self._num_requests[pick.counted_at] -= 1
             self._num_requests += Counter()  # drops those without any
             pick.counted_at = None
-            self.service.free(pick.request_id, pick.caller)
+            self.service.free(pick.request_id, pick.query.caller)
 
     def check(self) -> None:
         self.service.check()
@@ -162,7 +147,7 @@ class EndpointPicker:
 
     def _count(self, pick: Pick, endpoint: str, now_s: float) -> None:
         worker = InstanceId(endpoint)
-        self.service.add_request(pick.request_id, pick.query, worker, worker, now_s, pick.caller)
+        self.service.add_request(pick.request_id, pick.query, worker, worker, now_s)
         pick.counted_at = endpoint
         self._num_requests[endpoint] += 1
 

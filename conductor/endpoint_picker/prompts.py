@@ -12,16 +12,16 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 from pydantic import ValidationError
 
-from tanghulu.conductor.engines.model import ModelFacts, ModelFolder
+from tanghulu.conductor.engines.model import ModelFolder, ServerFacts
 from tanghulu.conductor.http.anthropic.bodies import CountTokensBody
 from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.preprocess import tokenise
 from tanghulu.conductor.inference.schema import ChatPrompt, TokenizeBody
-from tanghulu.conductor.pool_router.demand import parse_body
+from tanghulu.conductor.pool_router.demand import is_token_ids, parse_body
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing_service.api import RouterApi
 from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery
@@ -49,7 +49,7 @@ class Unread(Exception):
 
 def read_card(folder: Path, block_tokens: int) -> ModelCard:
     """Return the description of the model in ``folder``. Raises ModelUnsupported for unreadable files."""
-    return ModelFolder.read(folder, "").card(ModelFacts(folder.name, str(folder), _ANY_CONTEXT, block_tokens), b"")
+    return ModelFolder.read(folder, "").card(ServerFacts(folder.name, str(folder), _ANY_CONTEXT, block_tokens), b"")
 
 
 class PromptReader:
@@ -82,7 +82,7 @@ class PromptReader:
         prompt = given.get("prompt")
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             prompt = given["prompt"] = prompt[0]  # engines compute the prompts of one request at one place
-        if api == _COMPLETION and _is_ids(prompt):
+        if api == _COMPLETION and is_token_ids(prompt):
             return as_tokens(prompt)
         try:
             if self._model is None:
@@ -94,10 +94,6 @@ class PromptReader:
             return (await tokenise(parsed, self._model, ParserNames(), salt))[0]
         except (ValidationError, InvalidRequest, TypeError, AttributeError, RecursionError):  # the engine may accept it
             raise Unread("fields") from None
-
-
-def _is_ids(prompt: Any) -> TypeGuard[list[int]]:
-    return isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 1 << 32 for i in prompt)
 
 
 def _text(given: Mapping[str, Any], name: str) -> str:

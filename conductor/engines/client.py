@@ -11,13 +11,11 @@ import httpx
 import msgspec
 
 from tanghulu.auth.credentials import TlsFiles, read_token
-from tanghulu.auth.tls import client_context
 from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.rpc.sockets import SILENT_HOST_S, dead_peer_options
+from tanghulu.rpc.http_clients import new_client, reason
 from tanghulu.web.event_stream import EventReader
 
-CONNECT_TIMEOUT_S = 2.0
 CALL_DEADLINE_S = 10.0
 #: Largest answer read whole, and largest event of a stream.
 MAX_ANSWER_BYTES = 64 << 20
@@ -41,14 +39,7 @@ class EngineClient:
         if key:
             self._headers["authorization"] = f"Bearer {key}"
         self._extensions = {"sni_hostname": server.host_port.host}
-        transport = httpx.AsyncHTTPTransport(
-            verify=client_context(tls) if server.url.startswith("https") else False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
-            trust_env=False,
-            socket_options=dead_peer_options(SILENT_HOST_S),
-        )
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
+        self._http = new_client(tls, 64, 2.0)
 
     async def call(
         self,
@@ -71,7 +62,7 @@ class EngineClient:
             raise DeadlineExceeded(f"{self.server.url}{path} did not answer within {deadline_s:g} s") from None
         if response.status_code == 404 and optional:
             return b""
-        if response.status_code >= 400:
+        if response.status_code != 200:
             raise self._refusal(response.status_code, data)
         return data
 
@@ -109,9 +100,9 @@ class EngineClient:
             finally:
                 await response.aclose()
         except httpx.ConnectError as error:
-            raise EngineGone(f"{self.server.url} refuses connections: {_text(error)}") from error
+            raise EngineGone(f"{self.server.url} refuses connections: {reason(error)}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NodeUnavailable(f"{self.server.url} broke off: {_text(error)}") from error
+            raise NodeUnavailable(f"{self.server.url} broke off: {reason(error)}") from error
 
     def _refusal(self, status: int, data: bytes) -> TanghuluError:
         try:
@@ -145,7 +136,3 @@ async def _read(response: httpx.Response) -> bytes:
             raise NodeUnavailable(f"{response.url} answered more than {MAX_ANSWER_BYTES >> 20} MiB")
         pieces.append(piece)
     return b"".join(pieces)
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__

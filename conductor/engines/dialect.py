@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -10,14 +10,13 @@ import msgspec
 
 from tanghulu.conductor.engines.client import EngineClient, error_of
 from tanghulu.conductor.engines.load import EngineFigures
-from tanghulu.conductor.engines.model import ModelFacts
+from tanghulu.conductor.engines.model import ServerFacts
 from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
 from tanghulu.session.sampling import Sampling
-from tanghulu.types import Address
 
 T = TypeVar("T")
 #: The most that an engine adds to or takes from a logit (vLLM clamps), and seeds.
@@ -75,13 +74,18 @@ class EngineCall:
                 bias[token] = bias.get(token, 0.0) - sampling.frequency_penalty
         return {str(token): min(max(value, -MAX_BIAS), MAX_BIAS) for token, value in bias.items()}
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The fields that both engines call alike, each explicit: servers' defaults differ."""
+    def sampling(self, most: str, least: str, seed: str) -> dict[str, Any]:
+        """Return the fields that all engines have, each explicit: servers' defaults differ.
+
+        ``most``, ``least`` and ``seed`` are the names of those that have another name in each.
+        """
         sampling, stop = self.request.sampling, self.request.stop
         names = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
         ends = {"stop_token_ids": list(stop.stop_token_ids), "ignore_eos": stop.ignore_eos}
-        return {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or -1, **ends}
+        fields = {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or -1, **ends}
+        given = {seed: self.seed, "logit_bias": self.logit_bias or None}
+        given = {name: value for name, value in given.items() if value is not None}
+        return fields | {most: self.max_tokens, least: self.min_tokens} | given
 
     def check(self, server: EngineServer) -> None:
         """Raise InvalidRequest for what engines do not offer, a plain error for a text begun under a grammar."""
@@ -118,15 +122,15 @@ class StreamError(msgspec.Struct):
     code: int | str | None = None
 
 
-class EngineAnswer:
+class EngineAnswer(ABC):
     """Reads the events of one answer of ``server``, with ``num_top`` likely tokens at each position."""
 
     def __init__(self, server: str, num_top: int = 0) -> None:
         self.server, self.num_top = server, num_top
 
+    @abstractmethod
     def read(self, data: bytes) -> AnswerPiece:
         """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""
-        raise NotImplementedError
 
     def fail_with(self, error: StreamError | None) -> None:
         """Raise the engine's error, if there is one."""
@@ -148,7 +152,7 @@ def decoded(data: bytes, kind: type[T], what: str) -> T:
         raise NodeUnavailable(f"{what} sent an answer of another form than its engine's: {error}") from error
 
 
-class EngineDialect:
+class EngineDialect(ABC):
     """One engine's HTTP API. Pure but for ``facts``."""
 
     engine: ClassVar[str]
@@ -164,17 +168,17 @@ class EngineDialect:
     repeats_exactly: ClassVar[bool]
     stream: ClassVar[type[EngineAnswer]]
 
+    @abstractmethod
     def body(self, call: EngineCall) -> dict[str, Any]:
         """Return the body of a request, which leaves nothing to the server's defaults."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def facts(self, client: EngineClient) -> ServerFacts:
         """Ask a server for its facts. Raises NodeUnavailable, DeadlineExceeded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def probe(self, model: str) -> dict[str, Any]:
         """Return the body of a request for one token, not streamed."""
-        raise NotImplementedError
 
     def figures(self, page: str) -> EngineFigures:
         """Return a server's load from its metrics; several ranks' are summed, the share in use is their mean.
@@ -197,19 +201,6 @@ class EngineDialect:
         return "same_distribution" if is_off or (sampling.temperature > 0 and not seeded) else "same_model"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """Facts of a server: its model, its cache (``caches`` prefixes or not), its events ("" for none), its adapters."""
-
-    model: ModelFacts
-    num_blocks: int = 0
-    max_num_seqs: int = 0
-    events: str = ""
-    replay: str = ""
-    adapters: Sequence[str] = ()
-    caches: bool = True
-
-
 class _Model(msgspec.Struct):
     id: str
     root: str | None = None
@@ -221,24 +212,15 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-async def served_models(client: EngineClient) -> tuple[str, str, int, list[str]]:
-    """Return name, path and context of the server's model or adapter, and all adapters. Raises NodeUnavailable."""
+async def served_models(client: EngineClient) -> tuple[str, str, int, dict[str, str]]:
+    """Return name, path and context of the server's model or adapter, and the paths of all adapters by name.
+
+    Raises NodeUnavailable.
+    """
     server = client.server
     listed = decoded(await client.call("/v1/models"), _Models, server.url).data
-    base, adapters = (
-        next((each for each in listed if not each.parent), None),
-        [each.id for each in listed if each.parent],
-    )
+    base = next((each for each in listed if not each.parent), None)
+    adapters = {each.id: each.root or "" for each in listed if each.parent}
     if base is None or (server.adapter and server.adapter not in adapters):
         raise NodeUnavailable(f"{server.url} does not serve {server.adapter or 'any model'} (any more)")
     return server.adapter or base.id, base.root or base.id, base.max_model_len or 0, adapters
-
-
-def reached(endpoint: str, server: EngineServer) -> str:
-    """Return a ZeroMQ endpoint as reached from here: a wildcard stands for the server's own address."""
-    scheme, separator, rest = endpoint.partition("://")
-    host, _, port = rest.rpartition(":")
-    if not separator or scheme != "tcp" or not port.isdecimal():
-        return ""
-    is_wild = host in ("*", "0.0.0.0", "[::]", "::")
-    return f"tcp://{Address(server.address.host, int(port)) if is_wild else rest}"

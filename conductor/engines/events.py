@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -35,9 +34,10 @@ import structlog
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.clock import Backoff
 from tanghulu.runtime.extras import install_command
+from tanghulu.runtime.kv_endpoints import END, EventEndpoints
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.session.outputs import KvChange
-from tanghulu.types import Address, BlockHash, InstanceId
+from tanghulu.types import BlockHash, InstanceId
 
 _log = structlog.get_logger(__name__)
 GPU = ("GPU", None)
@@ -50,34 +50,18 @@ REPLAY_TIMEOUT_S = 5.0
 MAX_REPLAYED, MAX_REPLAYED_BYTES = 1 << 16, 256 << 20
 #: Initial and longest pause before a failed subscription is retried.
 _RETRY_S, _RETRY_MOST_S = 0.1, 10.0
-_END = (-1).to_bytes(8, "big", signed=True)
 
 
-@dataclass(frozen=True, slots=True)
-class EventSource:
-    """The ZeroMQ addresses at which a worker publishes and replays its events ("" disables replay)."""
-
-    worker: InstanceId
-    events: str
-    replay: str = ""
-
-
-def parse_sources(text: str) -> tuple[EventSource, ...]:
+def parse_sources(text: str) -> dict[InstanceId, EventEndpoints]:
     """Parse ``worker=tcp://host:5557|tcp://host:5558,…``, the second address for replay. Raises ConfigError."""
-    sources = []
+    sources = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         worker, _, addresses = part.partition("=")
-        events, _, replay = addresses.partition("|")
-        if not worker or "://" not in events or (replay and "://" not in replay):
-            raise ConfigError(f"event source {part!r} is not of the form worker=tcp://host:port[|tcp://host:port]")
-        for each in (events, replay):
-            if each.startswith("tcp://"):
-                try:
-                    Address.parse(each.removeprefix("tcp://"))
-                except InvalidRequest as error:
-                    raise ConfigError(f"event source {part!r}: {error.message}") from None
-        sources.append(EventSource(InstanceId(worker), events, replay))
-    return tuple(sources)
+        what = f"event source {part!r} (worker=tcp://host:port[|tcp://host:port])"
+        if not worker or not addresses:
+            raise ConfigError(f"{what} lacks the worker or its address")
+        sources[InstanceId(worker)] = EventEndpoints.parse(addresses, what)
+    return sources
 
 
 class Numbers:
@@ -91,9 +75,7 @@ class Numbers:
 
         A number smaller than expected means that the publisher restarted: all before it are missing.
         """
-        if self.next is None:
-            return 0 if number else None
-        if number < self.next:
+        if self.next is None or number < self.next:
             return 0 if number else None
         return self.next if number > self.next else None
 
@@ -162,11 +144,15 @@ def hashes_of(values: Iterable[int | bytes]) -> tuple[BlockHash, ...]:
 
 
 class VllmFollower:
-    """Passes the changes of ``source`` to ``apply`` in order; for missing or unreadable ones, a clearing."""
+    """Passes a worker's changes to ``apply`` in order; for missing or unreadable ones, a clearing.
+
+    Events are read at ``endpoints``, of which the address for replay may be missing.
+    """
 
     def __init__(
         self,
-        source: EventSource,
+        worker: InstanceId,
+        endpoints: EventEndpoints,
         apply: Callable[[KvChange], None],
         new_decoder: Callable[[], EventDecoder] = EventDecoder,
     ) -> None:
@@ -177,14 +163,14 @@ class VllmFollower:
             raise ConfigError(
                 f"vLLM's KV events need pyzmq and msgspec: {install_command('vllm')} ({error})"
             ) from error
-        self._source, self._apply, self._unpack = source, apply, unpack
+        self._endpoints, self._apply, self._unpack = endpoints, apply, unpack
         self._context: Any = zmq.asyncio.Context()
         self._subscribe, self._dealer = zmq.SUB, zmq.DEALER
         self._new_decoder = new_decoder
         self._numbers, self._decoder = Numbers(), new_decoder()
         #: Whether every event since the publisher's start was applied.
         self.is_complete = False
-        self._rare_log = RareLog(_log, worker=source.worker)
+        self._rare_log = RareLog(_log, worker=worker)
 
     async def run(self) -> None:
         """Follow until cancelled. Any failure clears the worker's blocks; a new subscription follows after a pause."""
@@ -204,7 +190,7 @@ class VllmFollower:
         socket = self._context.socket(self._subscribe)
         try:
             socket.subscribe(b"")
-            socket.connect(self._source.events)
+            socket.connect(self._endpoints.events)
             while True:
                 await self._take(await socket.recv_multipart())
         finally:
@@ -216,7 +202,7 @@ class VllmFollower:
         self._apply(KvChange(cleared=True))
 
     async def _take(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != len(_END):
+        if len(frames) != 3 or len(frames[1]) != len(END):
             self._rare_log.warning("vllm.not_an_event", frames=[len(frame) for frame in frames[:4]])
             return
         number, numbers = int.from_bytes(frames[1], "big"), self._numbers
@@ -242,7 +228,7 @@ class VllmFollower:
     async def _catch_up(self, first: int, number: int) -> None:
         """Read the messages missing before ``number``, as far as they are available; the rest is lost."""
         missed: dict[int, bytes] = {}
-        if self._source.replay:
+        if self._endpoints.replay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     missed = await self._replay(first, number)
@@ -262,14 +248,14 @@ class VllmFollower:
         missed: dict[int, bytes] = {}
         num_bytes = 0
         try:
-            socket.connect(self._source.replay)
+            socket.connect(self._endpoints.replay)
             await socket.send_multipart((b"", first.to_bytes(8, "big")))
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) < 2:
                     self._rare_log.warning("vllm.not_a_replay", frames=len(frames))
                     return {}
-                if frames[-2] == _END:
+                if frames[-2] == END:
                     return missed
                 each = int.from_bytes(frames[-2], "big")
                 if first <= each < number:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,8 @@ from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest, ModelUnsupported, NodeUnavailable
 from tanghulu.hashing import joined
 from tanghulu.model_files.assets import TokenizerAssets, assets_of_folder
-from tanghulu.model_files.fields import Fields, read_json
+from tanghulu.model_files.fields import Fields, read_json, read_text
+from tanghulu.runtime.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.session.model_card import ModelCard
 from tanghulu.types import Fingerprint
 
@@ -45,13 +46,21 @@ CHECK_CHAT: Final = [
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """A server's own description of a model: ``root`` is its path to the files, ``context_length`` in tokens."""
+class ServerFacts:
+    """A server's own description of its model, its cache, its events and its adapters.
+
+    ``root`` is the server's path to the model's files, ``context_length`` in tokens. It ``caches`` prefixes or not.
+    """
 
     name: str
     root: str
     context_length: int
     block_tokens: int
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    events: EventEndpoints = NO_EVENTS
+    adapters: Collection[str] = ()
+    caches: bool = True
 
 
 @dataclass(slots=True)
@@ -67,38 +76,25 @@ class ModelFolder:
     def read(cls, path: Path, template: str) -> ModelFolder:
         """Read the folder; ``template`` is a file that replaces its chat template. Raises ModelUnsupported."""
         config = Fields(_text_config(read_json(path / "config.json")), str(path / "config.json"))
-        generation = path / "generation_config.json"
-        further = Fields(read_json(generation) if generation.exists() else {}, str(generation))
         bos = min(config.ids("bos_token_id"), default=None)
         vocab = config.integer("vocab_size")
-        assets = assets_of_folder(path, bos, config.ids("eos_token_id") | further.ids("eos_token_id"), vocab=vocab)
+        assets = assets_of_folder(path, bos, config.ids("eos_token_id"), vocab=vocab)
         if template:
-            try:
-                assets = replace(assets, chat_template=Path(template).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelUnsupported(f"cannot read the chat template {template}: {error}") from error
+            assets = replace(assets, chat_template=read_text(Path(template)))
         digest = hashlib.blake2b((path / "config.json").read_bytes() + assets.tokenizer_json, digest_size=16).digest()
         return cls(assets, vocab, digest)
 
-    def card(self, facts: ModelFacts, secret_check: bytes) -> ModelCard:
+    def card(self, facts: ServerFacts, secret_check: bytes) -> ModelCard:
         """Return the card of the model served as ``facts``."""
-        assets = self.assets
         fingerprint = hashlib.blake2b(joined(b"engine", facts.name.encode(), self.digest), digest_size=16).digest()
-        return ModelCard(
+        return self.assets.card(
             model=facts.name,
             fingerprint=Fingerprint(fingerprint),
             block_hash=BLOCK_HASH,
             block_tokens=facts.block_tokens,
             context_length=facts.context_length,
             vocab_size=self.vocab_size,
-            eos_token_ids=assets.eos_ids,
-            tokenizer_json_zlib=zlib.compress(assets.tokenizer_json, 1),
-            chat_template=assets.chat_template or "",
-            bos_token=assets.bos_token or "",
-            eos_token=assets.eos_token or "",
-            add_bos=assets.add_bos,
             block_bytes=0,
-            sampling_defaults=assets.defaults,
             secret_check=secret_check,
         )
 
@@ -109,15 +105,13 @@ class ModelFolders:
     def __init__(self) -> None:
         self._read: dict[tuple[object, ...], ModelFolder] = {}
 
-    def of(self, server: EngineServer, facts: ModelFacts) -> ModelFolder:
+    def of(self, server: EngineServer, facts: ServerFacts) -> ModelFolder:
         """Return the folder of the server's model; takes a second. Raises ModelUnsupported naming the option."""
         path = Path(server.model or facts.root)
         if not (path / "config.json").is_file():
-            where = f"--engine {server.engine}={server.url},model={server.model}" if server.model else ""
+            whose = "given as model" if server.model else "the server's path to it"
             raise ModelUnsupported(
-                f"{where} is no folder with a config.json; name the folder of {facts.name}"
-                if where
-                else f"the server's path to {facts.name}, {facts.root!r}, is no folder here; name the folder with its "
+                f"{path}, {whose}, is no folder with a config.json here; name the folder of {facts.name} with its "
                 f"tokenizer: --engine {server.engine}={server.url},model=FOLDER"
             )
         files = [path / name for name in (*_FILES, _TEMPLATE)] + ([Path(server.template)] if server.template else [])
@@ -135,7 +129,7 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **text} if isinstance(text, dict) else config
 
 
-async def card_of(client: EngineClient, facts: ModelFacts, folders: ModelFolders, secret: ClusterSecret) -> ModelCard:
+async def card_of(client: EngineClient, facts: ServerFacts, folders: ModelFolders, secret: ClusterSecret) -> ModelCard:
     """Return the card of the server's model, whose tokens are the same here as there.
 
     Raises ModelUnsupported for files that cannot be read, NodeUnavailable for other tokens.
@@ -148,7 +142,7 @@ async def card_of(client: EngineClient, facts: ModelFacts, folders: ModelFolders
     return card
 
 
-async def _compare_tokens(client: EngineClient, facts: ModelFacts, model: ServedModel) -> None:
+async def _compare_tokens(client: EngineClient, facts: ServerFacts, model: ServedModel) -> None:
     """Compare the fixed text and conversation, as far as the server tokenises for others."""
     ours = (await model.encode(CHECK_TEXT, True)).tolist()
     _compare(model, ours, await _tokens(client, {"model": facts.name, "prompt": CHECK_TEXT}), "a text", client)

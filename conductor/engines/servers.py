@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import structs
 
 from tanghulu.auth.credentials import read_token
+from tanghulu.auth.private_file import WatchedFile
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.runtime.config import read_table
+from tanghulu.runtime.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.types import Address, InstanceId, Role, parse_url
 
 _OFFERED: Final = (
@@ -57,10 +59,8 @@ class EngineServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def host_port(self) -> Address:
         """Host and port of the URL."""
-        scheme, _, rest = self.url.partition("://")
-        where = rest.partition("/")[0]
-        bare = where.endswith("]") or ":" not in where
-        return Address.parse(f"{where}:{443 if scheme == 'https' else 80}" if bare else where)
+        parts = urlsplit(self.url)
+        return Address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
 
     @property
     def instance_role(self) -> Role:
@@ -70,15 +70,12 @@ class EngineServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def base_url(self) -> str:
         """The URL with the address in place of the name."""
-        scheme, _, rest = self.url.partition("://")
-        path = rest.partition("/")[2]
-        return f"{scheme}://{self.address}/{path}".rstrip("/")
+        return urlsplit(self.url)._replace(netloc=str(self.address)).geturl()
 
     @property
-    def event_addresses(self) -> tuple[str, str]:
-        """The given ZeroMQ addresses of events and replay; "" without."""
-        events, _, replay = self.events.partition("|")
-        return ("", "") if events == "no" else (events, replay)
+    def event_endpoints(self) -> EventEndpoints:
+        """The given addresses of events. Raises ConfigError."""
+        return NO_EVENTS if self.events in ("", "no") else EventEndpoints.parse(self.events, "events")
 
     def at(self, address: Address, name: str) -> EngineServer:
         """Return this server at one address of its name, known to clients as ``name``."""
@@ -102,25 +99,23 @@ def parse_server(text: str) -> EngineServer:
     return _checked(given, f"--engine {text!r}")
 
 
-def read_servers(path: Path) -> list[EngineServer]:
-    """Read a list of servers: values as of --engine, or tables with its options. In TOML, it is called ``engines``.
+def servers_file(path: Path, given: Sequence[EngineServer] = ()) -> WatchedFile[Any, list[EngineServer]]:
+    """Return a file of servers, whose table has those ``given`` elsewhere as well.
 
-    Raises ConfigError naming the file and the entry.
+    It has a list: values as of --engine, or tables with its options; in TOML it is called ``engines``. Raises
+    ConfigError naming the file and the entry.
     """
-    is_json = path.suffix == ".json"
-    found = read_table(path, "engine servers", is_json=is_json)
+    return WatchedFile(path, f"engine servers {path}", Any, lambda found: distinct([*given, *_servers_in(found)]))
+
+
+def _servers_in(found: Any) -> Iterator[EngineServer]:
     entries = found.get("engines") if isinstance(found, dict) else found
     if not isinstance(entries, list):
-        raise ConfigError(f"{path} has no list of engine servers; give a JSON list, or engines = [ … ] in TOML")
-    servers = []
+        raise ConfigError("there is no list of engine servers; give a JSON list, or engines = [ … ] in TOML")
     for number, entry in enumerate(entries):
-        if isinstance(entry, str):
-            servers.append(parse_server(entry))
-        elif isinstance(entry, dict):
-            servers.append(_checked(entry, f"{path}, entry {number}"))
-        else:
-            raise ConfigError(f"{path}, entry {number} is {entry!r}; it must be text or a table of options")
-    return distinct(servers)
+        if not isinstance(entry, str | dict):
+            raise ConfigError(f"entry {number} is {entry!r}; it must be text or a table of options")
+        yield parse_server(entry) if isinstance(entry, str) else _checked(entry, f"entry {number}")
 
 
 def distinct(servers: Iterable[EngineServer]) -> list[EngineServer]:
@@ -138,7 +133,8 @@ def _checked(given: Mapping[str, Any], where: str) -> EngineServer:
         server = msgspec.convert({name: value for name, value in given.items() if name not in _OURS}, EngineServer)
         server = structs.replace(server, url=parse_url(server.url, path=True))
         read_token(f"@{server.key}" if server.key else "")
-    except (msgspec.ValidationError, InvalidRequest) as error:
+        _ = server.event_endpoints
+    except (msgspec.ValidationError, InvalidRequest, ConfigError) as error:
         raise ConfigError(f"{where}: {error}; {_OFFERED}") from None
     if server.role != "both" and server.engine != "vllm":
         raise ConfigError(f"{where}: role={server.role} is supported for vllm alone; leave it out")

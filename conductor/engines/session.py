@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -21,22 +22,15 @@ from tanghulu.auth.cluster_secret import ClusterSecret
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor.dispatch.lifecycle import SubmitTo
 from tanghulu.conductor.engines.client import EngineClient, EngineGone
-from tanghulu.conductor.engines.dialect import (
-    AnswerPiece,
-    EngineCall,
-    EngineDialect,
-    ServerFacts,
-    served_models,
-)
-from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.dialect import AnswerPiece, EngineCall, EngineDialect, served_models
+from tanghulu.conductor.engines.events import VllmFollower
 from tanghulu.conductor.engines.load import EngineBook
-from tanghulu.conductor.engines.model import ModelFolders, card_of
+from tanghulu.conductor.engines.model import ModelFolders, ServerFacts, card_of
 from tanghulu.conductor.engines.names import BlockNames, NamingDecoder
 from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.conductor.engines.sglang import SglangDialect
 from tanghulu.conductor.engines.vllm import VllmDialect
 from tanghulu.conductor.index.assumed import AssumedBlocks
-from tanghulu.conductor.index.prefix_index import Removed, Stored
 from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import Tokens, TokenSequence
@@ -72,7 +66,7 @@ class EngineContext:
 
     secret: ClusterSecret
     tls: TlsFiles
-    on_adapters: Callable[[EngineServer, Sequence[str]], None] = lambda server, names: None
+    on_adapters: Callable[[EngineServer, Collection[str]], None] = lambda server, names: None
     folders: ModelFolders = field(default_factory=ModelFolders)
     exports: dict[int, dict[str, Any]] = field(default_factory=dict)
     num_exports: int = 0
@@ -142,7 +136,7 @@ class EngineSession:
         """
         context = self._context
         facts = await self._dialect.facts(self._client)
-        card = await card_of(self._client, facts.model, context.folders, context.secret)
+        card = await card_of(self._client, facts, context.folders, context.secret)
         names = BlockNames(card, facts.num_blocks, context.secret.naming_key, self.server.adapter)
         self._described = _Described(facts, card, names)
         self._book = EngineBook(facts.num_blocks, card.block_tokens, facts.max_num_seqs)
@@ -162,8 +156,8 @@ class EngineSession:
         if self._end is not None:
             raise self._end
         if facts.events and not missing_modules("vllm"):
-            source = EventSource(self.server.id, facts.events, facts.replay)
-            self._follower = VllmFollower(source, self._on_change, lambda: NamingDecoder(names))
+            decoder = partial(NamingDecoder, names)
+            self._follower = VllmFollower(self.server.id, facts.events, self._on_change, decoder)
             self._start(self._follower.run())
         elif facts.caches:
             hint = install_command("vllm") if facts.events else "start it with --kv-events-config"
@@ -205,7 +199,7 @@ class EngineSession:
             tokens,
             len(tokens) - len(request.prompt),
             names.cache_salt(request.salt),
-            self._known.facts.model.name,
+            self._known.facts.name,
             self.server.adapter,
             full_report=self._follower is not None and not self._follower.is_complete,
             seeded=self.server.seeds == "always" or (self.server.seeds == "given" and request.seed_given),
@@ -236,7 +230,7 @@ class EngineSession:
     async def probe(self, deadline_s: float) -> float:
         """Return the seconds for one token. Raises NodeUnavailable, DeadlineExceeded."""
         began_s, path = self._loop.time(), self._dialect.generate_path
-        await self._client.call(path, self._dialect.probe(self._known.facts.model.name), deadline_s=deadline_s)
+        await self._client.call(path, self._dialect.probe(self._known.facts.name), deadline_s=deadline_s)
         return self._loop.time() - began_s
 
     async def drop_cache(self) -> int:
@@ -396,11 +390,9 @@ class EngineSession:
         if running.generated and num_new > 0:
             running.sequence.append(running.generated[:-1][-num_new:])
         now_s, names = self._loop.time(), list(running.sequence.block_hashes)
-        for event in [*self._assumed.sweep(now_s), *self._assumed.used(self.server.id, names, now_s)]:
-            if isinstance(event, Stored):
-                self._on_change(KvChange(stored=tuple(event.blocks)))
-            elif isinstance(event, Removed):
-                self._on_change(KvChange(removed=tuple(event.blocks)))
+        for _, change in self._assumed.sweep(now_s):
+            self._on_change(change)
+        self._on_change(self._assumed.used(self.server.id, names, now_s))
 
     def _forget(self, running: _Running) -> None:
         self._running.pop(running.call.name, None)

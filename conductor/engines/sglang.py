@@ -17,15 +17,14 @@ from tanghulu.conductor.engines.dialect import (
     EngineAnswer,
     EngineCall,
     EngineDialect,
-    ServerFacts,
     StreamError,
     decoded,
-    reached,
     served_models,
 )
-from tanghulu.conductor.engines.model import ModelFacts
+from tanghulu.conductor.engines.model import ServerFacts
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.rpc.wire import U32
+from tanghulu.runtime.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.session.outputs import TokenLogprobs
 
 #: Smallest page whose events are followed; with smaller ones, blocks of _OWN_BLOCK tokens are assumed instead.
@@ -120,11 +119,7 @@ class SglangDialect(EngineDialect):
     def body(self, call: EngineCall) -> dict[str, Any]:
         """Return the body of a request. Raises InvalidRequest for a Lark grammar."""
         sampling = call.request.sampling
-        params = call.sampling | {"max_new_tokens": call.max_tokens, "min_new_tokens": call.min_tokens}
-        if bias := call.logit_bias:
-            params["logit_bias"] = bias
-        if call.seed is not None:
-            params["sampling_seed"] = call.seed
+        params = call.sampling("max_new_tokens", "min_new_tokens", "sampling_seed")
         if sampling.grammar is not None:
             kind, text = sampling.grammar
             if kind == "lark":
@@ -144,20 +139,21 @@ class SglangDialect(EngineDialect):
         block = page if page >= MIN_PAGE else _OWN_BLOCK
         if not (context or info.context_length):
             raise NodeUnavailable(f"{client.server.url} does not state the context length of {name}")
-        model = ModelFacts(name, info.model_path or root, context or info.context_length or 0, block)
-        events, replay = client.server.event_addresses if client.server.events else _sources(client, info, page)
+        root, context = info.model_path or root, context or info.context_length or 0
+        events = client.server.event_endpoints if client.server.events else _endpoints(client, info, page)
         num_blocks, most = (info.max_total_num_tokens or 0) // block, info.max_running_requests or 0
-        return ServerFacts(model, num_blocks, most, events, replay, adapters, not info.disable_radix_cache)
+        return ServerFacts(name, root, context, block, num_blocks, most, events, adapters, not info.disable_radix_cache)
 
     def probe(self, model: str) -> dict[str, Any]:
         """Return a request for one token."""
         return {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
 
-def _sources(client: EngineClient, info: _Info, page: int) -> tuple[str, str]:
+def _endpoints(client: EngineClient, info: _Info, page: int) -> EventEndpoints:
     found = info.kv_events
     if found is None or not found.endpoint_port_base or page < MIN_PAGE or (info.dp_size or 1) > 1:
-        return "", ""
+        return NO_EVENTS
     ports = found.endpoint_port_base, found.replay_endpoint_port_base
-    events, replay = (reached(f"tcp://{found.endpoint_host or '*'}:{port}", client.server) for port in ports)
-    return events, replay
+    return EventEndpoints(*(f"tcp://{found.endpoint_host or '*'}:{port}" for port in ports)).at(
+        client.server.address.host
+    )

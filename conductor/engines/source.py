@@ -10,10 +10,9 @@ further one is known by its own address and port.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import structlog
 from msgspec import structs
@@ -21,10 +20,11 @@ from msgspec import structs
 from tanghulu.auth.cluster_secret import ClusterSecret
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.conductor.dispatch.worker_session import AnySession
-from tanghulu.conductor.engines.servers import EngineServer, distinct, parse_server, read_servers
+from tanghulu.conductor.engines.servers import EngineServer, distinct, parse_server, servers_file
 from tanghulu.conductor.engines.session import DIALECTS, EngineContext, EngineSession
 from tanghulu.discovery.base import WHOLE_REQUESTS, EventKind, Instance, InstanceEvent
-from tanghulu.errors import ConfigError
+from tanghulu.errors import NodeUnavailable
+from tanghulu.rpc.sockets import look_up
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -33,14 +33,11 @@ _log = structlog.get_logger(__name__)
 FILE_S, LOOKUP_S = 1.0, 5.0
 
 
-async def look_up(host: str, port: int) -> list[str]:
-    """Return the IP addresses of ``host``, sorted. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(each[4][0]) for each in found})
-
-
 class EngineSource:
-    """Follows the servers of ``given`` and of the file ``path``; ``servers`` are the current ones by instance."""
+    """Follows the servers of ``given`` and of the file ``path``; ``servers`` are the current ones by instance.
+
+    ``look`` returns the addresses of a host; those known stay where it raises NodeUnavailable.
+    """
 
     def __init__(
         self,
@@ -48,15 +45,14 @@ class EngineSource:
         path: Path | None,
         namespace: str,
         place: Place,
-        look: Callable[[str, int], asyncio.Future[list[str]]] | None = None,
+        look: Callable[[str], Coroutine[Any, Any, list[str]]] = look_up,
     ) -> None:
         """Read the file. Raises ConfigError."""
         self.servers: dict[InstanceId, EngineServer] = {}
-        self._given, self._path = list(given), path
         self._namespace, self._place = namespace, place
-        self._look = look or look_up
-        self._stamp = self._stamp_of(path)
-        self._listed = distinct([*given, *read_servers(path)]) if path is not None else distinct(given)
+        self._look = look
+        self._given = distinct(given)
+        self._file = servers_file(path, given) if path is not None else None
         self._addresses: dict[EngineServer, dict[str, InstanceId]] = {}
         self._adapters: dict[InstanceId, list[EngineServer]] = {}
         self._apply: Callable[[InstanceEvent], None] = lambda event: None
@@ -67,44 +63,32 @@ class EngineSource:
         self._apply, looked_s = apply, -LOOKUP_S
         while True:
             now_s = asyncio.get_running_loop().time()
-            if self._read_again() or now_s - looked_s >= LOOKUP_S:
+            if (self._file is not None and self._file.refresh()) or now_s - looked_s >= LOOKUP_S:
                 looked_s = now_s
                 await asyncio.gather(*(self._resolve(server) for server in self._listed))
                 self._publish()
             await asyncio.sleep(FILE_S)
 
-    def set_adapters(self, of: EngineServer, names: Sequence[str]) -> None:
+    @property
+    def _listed(self) -> list[EngineServer]:
+        return self._given if self._file is None else self._file.table
+
+    def set_adapters(self, of: EngineServer, names: Collection[str]) -> None:
         """Have the LoRA adapters ``names`` of a server appear as servers of their own."""
         made = [structs.replace(of, adapter=name, id=InstanceId(f"{of.id}/{name}")) for name in names]
         if of.id in self.servers and self._adapters.get(of.id, []) != made:
             self._adapters[of.id] = made
             self._publish()
 
-    def _read_again(self) -> bool:
-        """Return whether the file has changed, and could be read."""
-        stamp = self._stamp_of(self._path)
-        if self._path is None or stamp == self._stamp:
-            return False
-        self._stamp = stamp
-        try:
-            self._listed = distinct([*self._given, *read_servers(self._path)])
-        except ConfigError as error:
-            self._rare_log.warning("engines.file_unusable", error=error.message, hint="the servers known before stay")
-            return False
-        return True
-
     async def _resolve(self, server: EngineServer) -> None:
         where, known = server.host_port, self._addresses.setdefault(server, {})
         try:
-            ips = [str(ipaddress.ip_address(where.host))]
-        except ValueError:
-            try:
-                ips = await self._look(where.host, where.port)
-            except OSError as error:
-                self._rare_log.warning("engines.lookup_failed", host=where.host, error=str(error))
-                return
-            if where.host == "localhost":  # one server, whichever of its addresses it listens on
-                ips = ips[:1] if "127.0.0.1" not in ips else ["127.0.0.1"]
+            ips = sorted(await self._look(where.host))
+        except NodeUnavailable as error:
+            self._rare_log.warning("engines.lookup_failed", host=where.host, error=error.message)
+            return
+        if where.host == "localhost":  # one server, whichever of its addresses it listens on
+            ips = ips[:1] if "127.0.0.1" not in ips else ["127.0.0.1"]
         for gone in [ip for ip in known if ip not in ips]:
             del known[gone]
         for ip in ips:
@@ -140,14 +124,6 @@ class EngineSource:
             place=self._place,
             attributes={**whole, "engine": server.engine, "url": server.url},
         )
-
-    @staticmethod
-    def _stamp_of(path: Path | None) -> tuple[int, int, int]:
-        try:
-            found = path.stat() if path is not None else None
-        except OSError:
-            return (0, 0, 0)
-        return (found.st_mtime_ns, found.st_size, found.st_ino) if found is not None else (0, 0, 0)
 
 
 class Engines:

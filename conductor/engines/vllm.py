@@ -13,15 +13,14 @@ from tanghulu.conductor.engines.dialect import (
     EngineAnswer,
     EngineCall,
     EngineDialect,
-    ServerFacts,
     StreamError,
     decoded,
-    reached,
     served_models,
 )
-from tanghulu.conductor.engines.model import ModelFacts
+from tanghulu.conductor.engines.model import ServerFacts
 from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.wire import U32
+from tanghulu.runtime.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.runtime.scraping import samples_in
 from tanghulu.session.outputs import TokenLogprobs
 
@@ -109,23 +108,19 @@ class VllmDialect(EngineDialect):
             "model": call.model,
             "prompt": call.tokens.tolist(),
             "return_token_ids": True,
-            "max_tokens": call.max_tokens,
-            "min_tokens": call.min_tokens,
             "stream": not call.hand_over,
-            **call.sampling,
+            **call.sampling("max_tokens", "min_tokens", "seed"),
         }
         more = {
             "stream_options": {"include_usage": True} if not call.hand_over else None,
-            "logit_bias": call.logit_bias,
-            "return_tokens_as_token_ids": sampling.num_logprobs is not None,
             "structured_outputs": {_GRAMMARS[kind]: text for kind, text in filter(None, (sampling.grammar,))},
             "priority": -request.priority,  # the lower runs first there
             "cache_salt": call.cache_salt,
             "vllm_xargs": {"kv_cache_report_mode": "full"} if call.full_report else None,
             "kv_transfer_params": call.kv_transfer,
         }
-        numbers = {"seed": call.seed, "logprobs": sampling.num_logprobs}
-        body |= {name: number for name, number in numbers.items() if number is not None}
+        if sampling.num_logprobs is not None:
+            body |= {"logprobs": sampling.num_logprobs, "return_tokens_as_token_ids": True}
         return body | {name: value for name, value in more.items() if value}
 
     async def facts(self, client: EngineClient) -> ServerFacts:
@@ -137,22 +132,23 @@ class VllmDialect(EngineDialect):
         blocks, size = config.get("num_gpu_blocks", ""), config.get("block_size", "")
         if not context:
             raise NodeUnavailable(f"{client.server.url} does not state the max_model_len of {name}")
-        model = ModelFacts(name, root, context, int(size) if size.isdecimal() and int(size) else _DEFAULT_BLOCK)
+        block = int(size) if size.isdecimal() and int(size) else _DEFAULT_BLOCK
         caches = config.get("enable_prefix_caching") != "False"
-        events, replay = await self._event_sources(client) if caches else ("", "")
+        events = await event_endpoints(client) if caches else NO_EVENTS
         num_blocks = int(blocks) if blocks.isdecimal() else 0
-        return ServerFacts(model, num_blocks, events=events, replay=replay, adapters=adapters, caches=caches)
-
-    async def _event_sources(self, client: EngineClient) -> tuple[str, str]:
-        """Return the ZeroMQ addresses of a server's events and of their replay, "" for none."""
-        if client.server.events:
-            return client.server.event_addresses
-        data = await client.call("/kv_event_sources", optional=True)
-        ranks = list(decoded(data, dict[str, _Source], client.server.url).values()) if data else []
-        if len(ranks) != 1:  # several ranks have caches of their own
-            return "", ""
-        return reached(ranks[0].endpoint or "", client.server), reached(ranks[0].replay_endpoint or "", client.server)
+        return ServerFacts(name, root, context, block, num_blocks, 0, events, adapters, caches)
 
     def probe(self, model: str) -> dict[str, Any]:
         """Return a request for one token, with a salt that no other prompt has."""
         return {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0.0, "cache_salt": "tanghulu probe"}
+
+
+async def event_endpoints(client: EngineClient) -> EventEndpoints:
+    """Return the addresses of a server's events, as reached from here."""
+    if client.server.events:
+        return client.server.event_endpoints
+    data = await client.call("/kv_event_sources", optional=True)
+    ranks = list(decoded(data, dict[str, _Source], client.server.url).values()) if data else []
+    if len(ranks) != 1:  # several ranks have caches of their own
+        return NO_EVENTS
+    return EventEndpoints(ranks[0].endpoint or "", ranks[0].replay_endpoint or "").at(client.server.address.host)

@@ -126,9 +126,7 @@ class ChoiceStream:
 
 async def whole_answer(call: GenerationCall, choices: Sequence[Choice], is_chat: bool) -> dict[str, Any]:
     """Return the whole answer, once all sequences have ended."""
-    while not call.ended:
-        for index, delta in await call.read():
-            choices[index].keep(delta)
+    await call.read_all(lambda index, delta: choices[index].keep(delta))
     return await made_ready(
         call.shows_much, lambda: shape.whole(call, is_chat, [choice.whole(is_chat) for choice in choices])
     )

@@ -248,6 +248,13 @@ class StreamedAnswer(Protocol):
         """Return the last events of a stream cut short by an error."""
 
 
+class Answer(StreamedAnswer, Protocol):
+    """An answer that is streamed or sent whole."""
+
+    async def whole(self) -> Any:
+        """Return the whole answer, once it has ended: JSON's types, or bytes of JSON."""
+
+
 class EventStream(_Watched):
     """Server-sent events; those ready at the same time are sent in one write.
 
@@ -304,3 +311,10 @@ class JsonWhenDone(_Watched):
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def reply(service: Service, call: GenerationCall, answer: Answer, streams: bool | None) -> Response:
+    """Return the reply to a call, as a stream or whole."""
+    if streams:
+        return EventStream(call, service.forget, answer)
+    return JsonWhenDone(call, service.forget, answer.whole)

@@ -12,7 +12,7 @@ from msgspec import structs
 from starlette.responses import Response
 
 from tanghulu.conductor.http.prompt_logprobs import sglang_input_logprobs
-from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, dumps_large, last_events, reading
+from tanghulu.conductor.http.reply import DONE, dumps, dumps_large, last_events, reading, reply
 from tanghulu.conductor.inference.generation import Generation, GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import parse_generate
 from tanghulu.conductor.inference.schema import AbortBody, GenerateBody
@@ -42,9 +42,7 @@ def router(service: Service) -> APIRouter:
         call_id, names = _call_names(body, parsed.num_choices)
         call = service.start(call_id, parsed, names)
         reader = _Reader(call, body.is_batch or parsed.num_choices > 1, body)
-        if body.stream:
-            return EventStream(call, service.forget, reader)
-        return JsonWhenDone(call, service.forget, reader.whole)
+        return reply(service, call, reader, body.stream)
 
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
@@ -179,9 +177,7 @@ class _Reader:
 
     async def whole(self) -> bytes:
         """Return one answer, or a list of them for a batch."""
-        while not self._call.ended:
-            for index, delta in await self._call.read():
-                self._take(index, delta)
+        await self._call.read_all(self._take)
         for answer in self._answers:
             answer.finish = answer.finish or FinishReason.ABORTED
         return await made_ready(self._call.shows_scores, self._all_shown)

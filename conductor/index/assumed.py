@@ -11,16 +11,16 @@ are kept until 110.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tanghulu.conductor.index.prefix_index import PrefixEvent, Removed, Stored
+from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 
 DEFAULT_MAX_BLOCKS = 100_000
 
 
 class AssumedBlocks:
-    """The blocks that workers are assumed to hold, as events for the index."""
+    """The blocks that workers are assumed to hold, as changes of their caches."""
 
     def __init__(self, keep_s: float, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         assert keep_s > 0
@@ -28,7 +28,7 @@ class AssumedBlocks:
         self._keep_s, self._max_blocks = keep_s, max_blocks
         self._until_s: dict[InstanceId, OrderedDict[BlockHash, float]] = {}
 
-    def used(self, worker: InstanceId, blocks: Sequence[BlockHash], now_s: float) -> list[PrefixEvent]:
+    def used(self, worker: InstanceId, blocks: Sequence[BlockHash], now_s: float) -> KvChange:
         """Record that ``worker`` has prefilled a prompt of ``blocks``. The tail is touched, and so forgotten, first."""
         until_s = self._until_s.setdefault(worker, OrderedDict())
         for block in reversed(blocks):
@@ -36,20 +36,16 @@ class AssumedBlocks:
             until_s.move_to_end(block)
         too_many = [until_s.popitem(last=False)[0] for _ in range(len(until_s) - self._max_blocks)]
         gone = set(too_many)
-        stored = [block for block in blocks if block not in gone]
-        events: list[PrefixEvent] = [Stored(worker, stored)] if stored else []
-        return [*events, Removed(worker, too_many)] if too_many else events
+        return KvChange(tuple(block for block in blocks if block not in gone), tuple(too_many))
 
-    def sweep(self, now_s: float) -> list[PrefixEvent]:
-        """Forget blocks that have not been used for too long."""
-        events: list[PrefixEvent] = []
+    def sweep(self, now_s: float) -> Iterator[tuple[InstanceId, KvChange]]:
+        """Forget blocks that have not been used for too long; yield the changes by worker."""
         for worker, until_s in self._until_s.items():
             gone = []
             while until_s and next(iter(until_s.values())) <= now_s:
                 gone.append(until_s.popitem(last=False)[0])
             if gone:
-                events.append(Removed(worker, gone))
-        return events
+                yield worker, KvChange(removed=tuple(gone))
 
     def forget(self, worker: InstanceId) -> None:
         self._until_s.pop(worker, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -214,6 +214,12 @@ class GenerationCall:
     def abort(self) -> None:
         for generation in self.generations:
             generation.abort()
+
+    async def read_all(self, keep: Callable[[int, TextDelta], object]) -> None:
+        """Pass (index, delta) of all output to ``keep``. Raises as ``read`` does."""
+        while not self.ended:
+            for index, delta in await self.read():
+                keep(index, delta)
 
     async def read(self) -> list[tuple[int, TextDelta]]:
         """Return (index, delta) of the sequences with new output, maybe none; waits for the first.

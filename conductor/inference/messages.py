@@ -107,8 +107,8 @@ class Message(BaseModel):
     def for_template(self, has_developer: bool = False) -> dict[str, Any]:
         """Return the message with its parts joined to one text, and the arguments of its calls as objects.
 
-        Content is null only alongside calls. Unless the template ``has_developer``, a developer message becomes a
-        system message.
+        Missing content is "", as vLLM and SGLang pass it: many templates search it, or add to it. Unless the template
+        ``has_developer``, a developer message becomes a system message.
         """
         role = "system" if self.role == "developer" and not has_developer else self.role
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
@@ -116,11 +116,9 @@ class Message(BaseModel):
         if isinstance(content, list):
             content = "".join(part.text or part.refusal for part in content)
         elif content is None:
-            content = self.refusal
+            content = self.refusal or ""
         if self.tool_calls:
             more["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        elif content is None:
-            content = ""
         return {"role": role, "content": content, **more}
 
 

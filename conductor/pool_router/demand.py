@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from tanghulu.conductor.pool_router.grid import Demand
 from tanghulu.errors import InvalidRequest
@@ -32,6 +32,11 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidRequest("the body is not a JSON object")
     return data
+
+
+def is_token_ids(prompt: Any) -> TypeGuard[list[int]]:
+    """Return whether ``prompt`` is a list of token ids, at least one."""
+    return isinstance(prompt, list) and bool(prompt) and all(type(i) is int and 0 <= i < 1 << 32 for i in prompt)
 
 
 def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:

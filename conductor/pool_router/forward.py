@@ -30,16 +30,15 @@ from prometheus_client import CollectorRegistry, Counter
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
 from tanghulu.conductor.pool_router.relaying import (
-    CONNECT_TIMEOUT_S,
     TRY_ELSEWHERE,
     UNREACHABLE,
     RelayClient,
     RelayedAnswer,
     answer_headers,
-    reason,
     request_headers,
 )
 from tanghulu.errors import NodeUnavailable
+from tanghulu.rpc.http_clients import CONNECT_TIMEOUT_S, reason
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 from tanghulu.web.errors import ResponseNotFound

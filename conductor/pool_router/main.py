@@ -18,8 +18,8 @@ from tanghulu.conductor.pool_router.app import RequestIds, make_app
 from tanghulu.conductor.pool_router.forward import Forwarder, PoolMetrics
 from tanghulu.conductor.pool_router.grid import PoolMap, read_pools
 from tanghulu.conductor.pool_router.relaying import SILENCE_S, RelayClient
-from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
-from tanghulu.discovery.entering import enter, meet
+from tanghulu.discovery.base import Discovery, EventKind, InstanceEvent
+from tanghulu.discovery.entering import enter, instance_of, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
@@ -117,15 +117,7 @@ async def serve(process: Process, config: GlobalRouterConfig) -> None:
             discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
             await process.unless_stopping(meet(discovery))
         await stack.enter_async_context(router.running(discovery))
-        instance = Instance(
-            id=process.instance_id(router.address.port),
-            role=Role.ROUTER,
-            address=Address(config.reachable_host, router.address.port),
-            namespace=config.namespace,
-            metrics_address=process.metrics_address,
-            place=config.place,
-            generation=process.generation,
-        )
+        instance = instance_of(process, router.address)
         if discovery is not None:
             registration = await process.unless_stopping(enter(discovery, instance))
             stack.push_async_callback(registration.close)

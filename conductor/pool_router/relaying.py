@@ -23,16 +23,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
-from tanghulu.auth.tls import client_context
 from tanghulu.conductor.http.reply import disconnected, stream_error
 from tanghulu.errors import NodeUnavailable
-from tanghulu.rpc.sockets import SILENT_HOST_S, dead_peer_options
+from tanghulu.rpc.http_clients import new_client, reason
 from tanghulu.runtime.tasks import cancelled
 
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 2.0
 #: Default time for which a server may send nothing at all.
 SILENCE_S = 10.0
 #: Errors of requests to a server that is unreachable or has an invalid address.
@@ -50,12 +48,7 @@ class RelayClient:
     def __init__(self, silence_s: float = SILENCE_S, tls: TlsFiles = NO_TLS) -> None:
         """Create a client; ``tls`` is for https."""
         self._silence_s = silence_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        options = dead_peer_options(SILENT_HOST_S)
-        verify = client_context(tls)
-        transport = httpx.AsyncHTTPTransport(verify=verify, limits=limits, trust_env=False, socket_options=options)
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
+        self._http = new_client(tls, 256)
         self._probes: dict[httpx.URL, asyncio.Task[bool]] = {}  # requests for /health in progress
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -193,8 +186,3 @@ def request_headers(headers: Mapping[str, str]) -> dict[str, str]:
 def answer_headers(response: httpx.Response) -> dict[str, str]:
     """Return the headers of a server's answer to return to the client."""
     return {name: value for name, value in response.headers.items() if name.lower() not in _OF_ONE_HOP}
-
-
-def reason(error: Exception) -> str:
-    """Return the text of ``error``, which httpx often leaves empty."""
-    return str(error) or type(error).__name__

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from tanghulu.conductor.engines.events import hashes_of
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.inference.schema import RoutingFields
 from tanghulu.conductor.routing.overrides import RoutingOverrides
@@ -72,13 +73,13 @@ class RouterApi:
 
     def publish_events(self, message: Any, _: RoutingClient) -> None:
         """Apply changes of a worker's cache."""
-        change = KvChange(tuple(_hashes(message.stored)), tuple(_hashes(message.removed)), message.cleared)
+        change = KvChange(_hashes(message.stored), _hashes(message.removed), message.cleared)
         self.service.kv_event(InstanceId(message.worker), change)
 
     def best_worker(self, message: Any, caller: RoutingClient) -> Best:
         """Return the best workers for a request; request_id adds it there, explain returns all candidates."""
         query = self._query(message, caller)
-        return self.service.best(query, self._clock.now_s(), message.request_id, message.explain, caller)
+        return self.service.best(query, self._clock.now_s(), message.request_id, message.explain)
 
     def add_request(self, message: Any, caller: RoutingClient) -> None:
         """Add a request already routed by the gateway: prefill_worker and possibly decode_worker are named."""
@@ -87,11 +88,13 @@ class RouterApi:
         prefill = InstanceId(message.prefill_worker)
         decode = InstanceId(message.decode_worker or prefill)
         query, now_s = self._query(message, caller), self._clock.now_s()
-        self.service.add_request(message.request_id, query, prefill, decode, now_s, caller)
+        self.service.add_request(message.request_id, query, prefill, decode, now_s)
 
     def prefill_completed(self, message: Any, caller: RoutingClient) -> None:
         """Record the first token of a request."""
-        self.service.prefill_completed(message.request_id, self._clock.now_s(), caller)
+        name = message.request_id
+        if not self.service.prefill_completed(name, self._clock.now_s(), caller):
+            raise InvalidRequest(f"request {name!r} is not in progress; it has ended, or was never added")
 
     def free(self, message: Any, caller: RoutingClient) -> dict[str, bool]:
         """Record the end of a request."""
@@ -114,7 +117,8 @@ class RouterApi:
         extras: BlockExtras = NO_EXTRAS,
     ) -> RoutingQuery:
         """Return the query of ``caller`` for a prompt of ``tokens``."""
-        return RoutingQuery(caller.blocks(self._hasher.hashes(tokens, extras)), len(tokens), overrides, session)
+        names = caller.blocks(self._hasher.hashes(tokens, extras))
+        return RoutingQuery(names, len(tokens), overrides, session, caller)
 
     def _query(self, message: Any, caller: RoutingClient) -> RoutingQuery:
         """Return the query of a message with either hashes or tokens."""
@@ -128,7 +132,7 @@ class RouterApi:
         )
         hashes = _hashes(message.block_hashes)
         if not message.tokens:
-            return RoutingQuery(caller.blocks(hashes), message.num_tokens, overrides, message.session)
+            return RoutingQuery(caller.blocks(hashes), message.num_tokens, overrides, message.session, caller)
         if hashes:
             raise InvalidRequest("give either block_hashes or tokens, not both")
         if len(message.media) > MAX_MEDIA:
@@ -146,18 +150,12 @@ def overrides_of(fields: Any, where: str = "") -> RoutingOverrides:
         raise InvalidRequest(where + from_validation(error).message) from None
 
 
-def _hashes(values: Iterable[bytes | str | int]) -> list[BlockHash]:
-    """Return the block hashes of a message: bytes, hex, or 64-bit numbers."""
+def _hashes(values: Iterable[bytes | str | int]) -> tuple[BlockHash, ...]:
+    """Return the block hashes of a message: bytes, hex, or 64-bit numbers, signed or not."""
     try:
-        hashes = [BlockHash(value if type(value) is bytes else _bytes_of(value)) for value in values]
+        hashes = hashes_of(bytes.fromhex(value) if isinstance(value, str) else value for value in values)
     except (ValueError, OverflowError) as error:
         raise InvalidRequest(f"a block hash is neither hex nor a number of 64 bits: {error}") from None
     if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
         raise InvalidRequest(f"a block hash must have 1 to {MAX_HASH_BYTES} bytes")
     return hashes
-
-
-def _bytes_of(value: bytes | str | int) -> bytes:
-    if isinstance(value, int):
-        return value.to_bytes(8, "big")
-    return bytes.fromhex(value) if isinstance(value, str) else value

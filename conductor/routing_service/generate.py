@@ -18,19 +18,19 @@ from typing import Any
 
 import httpx
 
-from tanghulu.conductor.pool_router.demand import parse_body
+from tanghulu.conductor.pool_router.demand import is_token_ids, parse_body
 from tanghulu.conductor.pool_router.relaying import (
     TRY_ELSEWHERE,
     UNREACHABLE,
     RelayClient,
     RelayedAnswer,
     answer_headers,
-    reason,
 )
 from tanghulu.conductor.routing_service.api import RouterApi, overrides_of
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import BlockExtras, as_tokens
+from tanghulu.rpc.http_clients import reason
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 
@@ -43,7 +43,6 @@ class _ParsedGenerate:
     request_id: str
     query: RoutingQuery
     body: bytes
-    caller: RoutingClient
 
 
 class Generator:
@@ -62,7 +61,7 @@ class Generator:
         while True:
             target = self._pick(parsed.query, tried)
             now_s = self._clock.now_s()
-            self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, now_s, caller)
+            self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, now_s)
             try:
                 response = await self._send(target, parsed.body)
             except BaseException as error:  # a disconnected client, too: its load is removed; re-raised
@@ -81,20 +80,13 @@ class Generator:
             return RelayedAnswer(response.status_code, headers, self._pieces(parsed, response), end)
 
     async def _pieces(self, parsed: _ParsedGenerate, response: httpx.Response) -> AsyncIterator[bytes]:
-        began = False
         async for piece in self._client.pieces(response, "the worker"):
-            if not began:
-                began = True
-                self._prefilled(parsed)
+            self._service.prefill_completed(parsed.request_id, self._clock.now_s(), parsed.query.caller)
             yield piece
-
-    def _prefilled(self, parsed: _ParsedGenerate) -> None:
-        if self._service.has_request(parsed.request_id, parsed.caller):  # its worker may have been removed meanwhile
-            self._service.prefill_completed(parsed.request_id, self._clock.now_s(), parsed.caller)
 
     def _end(self, parsed: _ParsedGenerate, response: httpx.Response) -> None:
         """Free the request at once, then close the connection."""
-        self._service.free(parsed.request_id, parsed.caller)
+        self._service.free(parsed.request_id, parsed.query.caller)
         self._client.end(response)
 
     async def _send(self, target: RoutableWorker, body: bytes) -> httpx.Response:
@@ -129,7 +121,7 @@ class Generator:
     def _read(self, body: bytes, caller: RoutingClient) -> _ParsedGenerate:
         given = parse_body(body)
         ids = given.get("input_ids")
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+        if not is_token_ids(ids):
             raise InvalidRequest(
                 "/generate requires input_ids, a list of token ids: the routing service has no tokenizer"
             )
@@ -137,7 +129,7 @@ class Generator:
         rid = given.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
         query = self._api.query(as_tokens(ids), overrides, str(given.get("session", "")), caller, _extras(given))
-        return _ParsedGenerate(request_id, query, json.dumps(given).encode(), caller)
+        return _ParsedGenerate(request_id, query, json.dumps(given).encode())
 
 
 def _extras(given: Mapping[str, Any]) -> BlockExtras:

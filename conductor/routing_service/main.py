@@ -10,7 +10,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import route_rights
-from tanghulu.conductor.engines.events import EventSource, VllmFollower, parse_sources
+from tanghulu.conductor.engines.events import VllmFollower, parse_sources
 from tanghulu.conductor.index.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.pool_router import main as pools_main
 from tanghulu.conductor.pool_router.relaying import RelayClient
@@ -28,10 +28,11 @@ from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.kv_endpoints import EventEndpoints
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import Process, run
 from tanghulu.runtime.tasks import beside
-from tanghulu.types import Address, BlockHash, Fingerprint, Role
+from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, Role
 from tanghulu.web.server import HttpServer, Server
 
 #: Help of --assume-cached-s, whose default depends on the command.
@@ -106,7 +107,8 @@ class RouterServer:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[RouterServer]:
         """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
-        config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
+        config, sources = self.config, parse_sources(self.config.vllm_events)
+        followers = [self._follower(worker, endpoints) for worker, endpoints in sources.items()]
         client = RelayClient(config.silence_timeout_s, config.tls)
         generator = Generator(self.api, SystemClock(), client)
         routes = make_app(self.api, self._registry, config.max_body_size, generator)
@@ -133,10 +135,10 @@ class RouterServer:
             server.stop()
             await port.stop(config.grace_s)
 
-    def _follower(self, source: EventSource) -> VllmFollower:
-        """Register the worker of ``source`` and follow its events; a later registration may set its role and place."""
-        self.service.put_worker(source.worker, Role.BOTH)
-        return VllmFollower(source, self.service.applier(source.worker))
+    def _follower(self, worker: InstanceId, endpoints: EventEndpoints) -> VllmFollower:
+        """Register ``worker`` and follow its events; a later registration may set its role and place."""
+        self.service.put_worker(worker, Role.BOTH)
+        return VllmFollower(worker, endpoints, self.service.applier(worker))
 
 
 async def serve(process: Process, config: RouterConfig) -> None:

@@ -75,12 +75,13 @@ ANYBODY = RoutingClient()
 
 @dataclass(frozen=True, slots=True)
 class RoutingQuery:
-    """A prompt to route: the hashes of its full blocks, its length, and the request's overrides."""
+    """A prompt to route, and whose it is: the names of its full blocks, its length, the request's overrides."""
 
     hashes: Sequence[BlockHash]
     num_tokens: int
     overrides: RoutingOverrides = NO_OVERRIDES
     session: str = ""
+    caller: RoutingClient = ANYBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +224,7 @@ class RoutingService:
 
     # --- requests
 
-    def best(
-        self,
-        query: RoutingQuery,
-        now_s: float,
-        request_id: str = "",
-        explain: bool = False,
-        caller: RoutingClient = ANYBODY,
-    ) -> Best:
+    def best(self, query: RoutingQuery, now_s: float, request_id: str = "", explain: bool = False) -> Best:
         """Choose the workers for a request; ``request_id`` adds it there, ``explain`` returns all candidates.
 
         Raises NodeUnavailable if no worker can take it, InvalidRequest for a request id already in use.
@@ -246,7 +240,7 @@ class RoutingService:
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
         if request_id:
-            self._add(request_id, query, chosen, self._targets[decision.decode], caller)
+            self._add(request_id, query, chosen, self._targets[decision.decode])
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
     def ranked(
@@ -261,31 +255,20 @@ class RoutingService:
             left = [view for view in left if view.id != decision.prefill]
         return found
 
-    def has_request(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
-        return caller.request(request_id) in self._added
-
     def add_request(
-        self,
-        request_id: str,
-        query: RoutingQuery,
-        prefill: InstanceId,
-        decode: InstanceId,
-        now_s: float,
-        caller: RoutingClient = ANYBODY,
+        self, request_id: str, query: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float
     ) -> None:
         """Add a request routed by a gateway. Raises InvalidRequest for unknown workers and a used id."""
         hits, coming = self._overlaps(query.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
-        self._add(request_id, query, view, self._target(decode), caller)
+        self._add(request_id, query, view, self._target(decode))
 
-    def prefill_completed(self, request_id: str, now_s: float, caller: RoutingClient = ANYBODY) -> None:
-        """Record the first token of a request; repeated calls change nothing. Raises InvalidRequest if unknown."""
+    def prefill_completed(self, request_id: str, now_s: float, caller: RoutingClient = ANYBODY) -> bool:
+        """Record the first token of a request; repeated calls change nothing. False if it is not in progress."""
         name = caller.request(request_id)
         added = self._added.get(name)
-        if added is None:
-            raise InvalidRequest(f"request {request_id!r} is not in progress; it has ended, or was never added")
-        if added.prefilled:
-            return
+        if added is None or added.prefilled:
+            return added is not None
         added.prefilled = True
         self._in_flight.end(name)
         added.prefill.load.on_report(name)
@@ -293,8 +276,8 @@ class RoutingService:
         added.decode.load.sent(name, 0, added.num_blocks)
         if self._assumed is not None:
             for worker in {added.prefill.id, added.decode.id}:
-                for event in self._assumed.used(worker, added.hashes, now_s):
-                    self.index.apply(event)
+                self.kv_event(worker, self._assumed.used(worker, added.hashes, now_s))
+        return True
 
     def free(self, request_id: str, caller: RoutingClient = ANYBODY) -> bool:
         """Free an ended request of ``caller``; False if it was not in progress."""
@@ -367,14 +350,12 @@ class RoutingService:
         self, hashes: Sequence[BlockHash], now_s: float
     ) -> tuple[Mapping[InstanceId, int], Mapping[InstanceId, int]]:
         if self._assumed is not None:
-            for event in self._assumed.sweep(now_s):
-                self.index.apply(event)
+            for worker, change in self._assumed.sweep(now_s):
+                self.kv_event(worker, change)
         return self.index.match(hashes), self._in_flight.match(hashes)
 
-    def _add(
-        self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker, caller: RoutingClient
-    ) -> None:
-        name, client = caller.request(request_id), caller.client
+    def _add(self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker) -> None:
+        name, client = query.caller.request(request_id), query.caller.client
         if name in self._added:
             raise InvalidRequest(f"request {request_id!r} is already in progress")
         if len(self._added) >= MAX_REQUESTS:

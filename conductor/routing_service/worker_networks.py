@@ -8,13 +8,13 @@ a name that resolves elsewhere a moment later gains nothing.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import ipaddress
-import socket
 
 import httpx
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
+from tanghulu.rpc.sockets import look_up
 from tanghulu.types import parse_url
 
 #: This machine, and addresses private to an organisation (RFC 1918, RFC 4193).
@@ -39,22 +39,15 @@ class WorkerNetworks:
         read = parse_url(url)
         if self._encrypted and not read.startswith("https:"):
             raise InvalidRequest(f"url {url!r} is plain HTTP, but this router uses TLS; give an https:// URL")
-        address = _address(httpx.URL(read).host)
-        if address is not None and not self._holds(address):
-            raise InvalidRequest(f"url {url!r} is outside the workers' networks, {self._text} (--worker-networks)")
+        with contextlib.suppress(ValueError):  # of a name
+            if not self._holds(ipaddress.ip_address(httpx.URL(read).host)):
+                raise InvalidRequest(f"url {url!r} is outside the workers' networks, {self._text} (--worker-networks)")
         return read
 
     async def addresses_of(self, host: str) -> list[str]:
         """Return the addresses of ``host`` in these networks. Raises NodeUnavailable if it has none there."""
-        if _address(host) is not None:
-            found = [host]
-        else:
-            try:
-                infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as error:
-                raise NodeUnavailable(f"cannot resolve {host}: {error}") from error
-            found = [str(info[4][0]) for info in infos]
-        inside = [each for each in found if (address := _address(each)) is not None and self._holds(address)]
+        found = await look_up(host)
+        inside = [each for each in found if self._holds(ipaddress.ip_address(each))]
         if not inside:
             raise NodeUnavailable(f"{host} is at {', '.join(found)}, outside --worker-networks {self._text}")
         return inside
@@ -62,10 +55,3 @@ class WorkerNetworks:
     def _holds(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
         mapped = getattr(address, "ipv4_mapped", None)
         return any((mapped or address) in network for network in self._networks)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.discovery.base import Instance
+from tanghulu.discovery.entering import instance_of
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.rpc.authorizer import Authorizer
@@ -105,21 +105,9 @@ async def serve(process: Process, config: MasterConfig, ownership: Ownership | N
 
 
 def _ownership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> EtcdOwnership:
-    instance = _instance(process, config, address)
+    instance = instance_of(process, address)
     duties = Duties(server.own, server.disown, server.lead, server.lead_no_more, server.update_nodes)
     return EtcdOwnership(_etcd(config), instance, config.election_ttl_s, server.clock, duties)
-
-
-def _instance(process: Process, config: MasterConfig, address: Address) -> Instance:
-    return Instance(
-        id=process.instance_id(address.port),
-        role=Role.MASTER,
-        address=address,
-        namespace=config.namespace,
-        metrics_address=process.metrics_address,
-        place=config.place,
-        generation=process.generation,
-    )
 
 
 def _etcd(config: MasterConfig) -> Sequence[Address]:

@@ -17,7 +17,7 @@ from tanghulu.auth.tenants import Tenant
 from tanghulu.auth.tls import ServerTls
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import HOLDS_NOTHING, Instance, Registration
-from tanghulu.discovery.entering import enter, meet
+from tanghulu.discovery.entering import enter, instance_of, meet
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError, TanghuluError
@@ -327,22 +327,10 @@ class Node:
 
     def _instance(self, address: Address, first: Mapping[str, str] | None = None) -> Instance:
         """Return this node's registration; ``first``: attributes of the first time."""
-        return Instance(
-            id=self._process.instance_id(address.port),
-            role=Role.NODE,
-            address=address,
-            namespace=self._config.namespace,
-            metrics_address=self._process.metrics_address,
-            place=self._config.place,
-            generation=self._process.generation,
-            unix_path=self._port.unix_path,
-            attributes={
-                "memory_bytes": str(self._config.memory),
-                "host_id": processes.host_id(),
-            }
-            | ({"draining": "true"} if self.state.draining else {})
-            | dict(first or {}),
-        )
+        attributes = {"memory_bytes": str(self._config.memory), "host_id": processes.host_id(), **(first or {})}
+        if self.state.draining:
+            attributes["draining"] = "true"
+        return instance_of(self._process, address, unix_path=self._port.unix_path, attributes=attributes)
 
     async def _drain(self, draining: bool) -> None:
         """Refuse new chunks, or accept them again, and inform the master, later if this raises MasterUnavailable."""

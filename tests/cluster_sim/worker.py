@@ -118,7 +118,7 @@ class SimWorker(Process):
         card = model_card(
             text.LAYOUT,
             text.ASSETS,
-            name=text.NAME,
+            model=text.NAME,
             fingerprint=text.FINGERPRINT,
             block_hash="xxh3_128",
             context_length=self.core.scheduler.max_tokens,

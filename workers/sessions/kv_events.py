@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from tanghulu.runtime.kv_events import EventMap, event_number
+from tanghulu.hashing import vllm_event_hash
+from tanghulu.runtime.kv_events import EventMap
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 
@@ -38,7 +39,7 @@ def event_maps(events: Sequence[KvEvent], plain_root: BlockHash) -> Iterator[Eve
 
     for (is_stored, *_), places in itertools.groupby(enumerate(events), run_of):
         run = [event for _, event in places]
-        hashes = [event_number(event.block_hash) for event in run]
+        hashes = [vllm_event_hash(event.block_hash) for event in run]
         if is_stored:
             yield {"type": "BlockStored", "block_hashes": hashes, **_origin(run[0], len(run), plain_root)}
         else:
@@ -55,7 +56,7 @@ def _origin(first: KvEvent, num_blocks: int, plain_root: BlockHash) -> EventMap:
     if index == 0 and sequence.root != plain_root:
         fields["extra_keys"] = [[sequence.root.hex()], *[None] * (num_blocks - 1)]
     return {
-        "parent_block_hash": event_number(sequence.block_hashes[index - 1]) if index else None,
+        "parent_block_hash": vllm_event_hash(sequence.block_hashes[index - 1]) if index else None,
         "token_ids": sequence.tokens[index * size : (index + num_blocks) * size].tolist(),
         "block_size": size,
         **fields,

@@ -13,8 +13,8 @@ from typing import Any, Self
 import structlog
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.discovery.base import Discovery, Instance
-from tanghulu.discovery.entering import enter
+from tanghulu.discovery.base import Discovery
+from tanghulu.discovery.entering import enter, instance_of
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_port import FastPort
@@ -164,17 +164,8 @@ class SessionWorker(ABC):
     ) -> AsyncIterator[contextlib.AsyncExitStack]:
         """Register the worker; closing the value ends the registration alone."""
         process = self._process
-        instance = Instance(
-            id=self.instance_id,
-            role=process.role,
-            address=self.address,
-            namespace=self._options.namespace,
-            metrics_address=process.metrics_address,
-            place=self._options.place,
-            generation=process.generation,
-            unix_path=self.unix_path,
-            attributes={"model": self.model_name, **attributes},
-        )
+        attributes = {"model": self.model_name, **attributes}
+        instance = instance_of(process, self.address, unix_path=self.unix_path, attributes=attributes)
         registration = await process.unless_stopping(enter(discovery, instance))
         async with contextlib.AsyncExitStack() as registered:
             registered.push_async_callback(registration.close)

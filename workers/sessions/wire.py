@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import xxhash
 from msgspec import structs
@@ -149,33 +149,7 @@ def welcome_message(
     return SessionWelcome(instance_id, generation, tuple(sent), sequence, load, BEAT_S)
 
 
-def model_card(
-    layout: BlockShape,
-    assets: TokenizerAssets,
-    *,
-    name: str,
-    fingerprint: Fingerprint,
-    block_hash: str,
-    context_length: int,
-    vocab_size: int,
-    secret_check: bytes = b"",
-) -> ModelCard:
-    """Describe the model to conductors: tokenizer, layout of blocks, and bounds."""
-    return ModelCard(
-        model=name,
-        fingerprint=fingerprint,
-        block_hash=block_hash,
-        block_tokens=layout.block_tokens,
-        context_length=context_length,
-        vocab_size=vocab_size,
-        kv_dtype=layout.dtype,
-        eos_token_ids=assets.eos_ids,
-        tokenizer_json_zlib=zlib.compress(assets.tokenizer_json, 6),
-        chat_template=assets.chat_template or "",
-        bos_token=assets.bos_token or "",
-        eos_token=assets.eos_token or "",
-        add_bos=assets.add_bos,
-        block_bytes=layout.block_bytes,
-        sampling_defaults=assets.defaults,
-        secret_check=secret_check,
-    )
+def model_card(layout: BlockShape, assets: TokenizerAssets, **more: Any) -> ModelCard:
+    """Describe the model to conductors: tokenizer, layout of blocks, and ``more`` fields, such as bounds."""
+    shape = {"block_tokens": layout.block_tokens, "block_bytes": layout.block_bytes, "kv_dtype": layout.dtype}
+    return assets.card(**shape, **more)

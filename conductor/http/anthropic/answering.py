@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from tanghulu.conductor.http.anthropic.bodies import CountTokensBody, MessagesBody
-from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, named_event, note_sender, reading, stream_error
+from tanghulu.conductor.http.reply import named_event, note_sender, reading, reply, stream_error
 from tanghulu.conductor.inference.generation import AnswerReader, GenerationCall, TextDelta
 from tanghulu.conductor.inference.preprocess import parse_chat, tokenise
 from tanghulu.conductor.inference.service import Service
@@ -48,9 +48,7 @@ def router(service: Service) -> APIRouter:
             parsed = await parse_chat(chat, model, service.parsers, within_context=True)
         call = service.start(f"msg_{uuid.uuid4().hex}", parsed)
         reader = MessageReader(call, parsed.new_reader(), body.hides_thinking, request.scope)
-        if body.stream:
-            return EventStream(call, service.forget, reader)
-        return JsonWhenDone(call, service.forget, reader.whole)
+        return reply(service, call, reader, body.stream)
 
     @api.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
@@ -143,7 +141,7 @@ class MessageReader:
         """Return the next events, under Anthropic's names."""
         start = [] if self._has_begun else [{"type": "message_start", "message": self._message([], self._usage())}]
         self._has_begun = True
-        return _written([*start, *self._take(delta)])
+        return _written([*start, *self._take(index, delta)])
 
     def end(self) -> bytes:
         """Return the events after the last block."""
@@ -156,13 +154,11 @@ class MessageReader:
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole message, once its text has ended."""
-        while not self._call.ended:
-            for _, delta in await self._call.read():
-                self._take(delta)
+        await self._call.read_all(self._take)
         self._content.close()
         return self._message(self._content.blocks, self._usage()) | self._stop()
 
-    def _take(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def _take(self, _: int, delta: TextDelta) -> list[dict[str, Any]]:
         self._finish = delta.finish or self._finish
         return self._content.take(self._reader.take(delta))
 

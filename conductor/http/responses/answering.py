@@ -172,9 +172,7 @@ class ResponseReader:
     def take(self, index: int, delta: TextDelta) -> bytes:
         """Return server-sent events, named and numbered as OpenAI's."""
         piece = b"" if self._num_events else self._opening()
-        piece += self._written(self._take(delta))
-        self._finish = delta.finish or self._finish
-        return piece
+        return piece + self._written(self._take(index, delta))
 
     def end(self) -> bytes:
         """Return the events after the text."""
@@ -188,10 +186,7 @@ class ResponseReader:
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole response, once its text has ended."""
-        while not self._call.ended:
-            for _, delta in await self._call.read():
-                self._take(delta)
-                self._finish = delta.finish or self._finish
+        await self._call.read_all(self._take)
         response: dict[str, Any] = self._end(self._finish)[-1][1]["response"]
         return response
 
@@ -199,7 +194,8 @@ class ResponseReader:
         response = self._response("in_progress")
         return self._written([(f"response.{name}", {"response": response}) for name in ("created", "in_progress")])
 
-    def _take(self, delta: TextDelta) -> list[NamedEvent]:
+    def _take(self, _: int, delta: TextDelta) -> list[NamedEvent]:
+        self._finish = delta.finish or self._finish
         events = self._reader.take(delta)
         if any(isinstance(event, ReasoningText) for event in events):
             self._reasoning_tokens += len(delta.tokens)

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, note_sender, reading
+from tanghulu.conductor.http.reply import note_sender, reading, reply
 from tanghulu.conductor.http.responses.answering import ResponseReader
 from tanghulu.conductor.http.responses.bodies import ResponsesBody, messages_of, with_instructions
 from tanghulu.conductor.inference.preprocess import parse_chat
@@ -100,9 +100,7 @@ def router(service: Service) -> APIRouter:
                 kept.add(KeptResponse(response, conversation + messages, owner))
 
         reader = ResponseReader(call, parsed, body, keep)
-        if body.stream:
-            return EventStream(call, service.forget, reader)
-        return JsonWhenDone(call, service.forget, reader.whole)
+        return reply(service, call, reader, body.stream)
 
     @api.get("/v1/responses/{response_id}")
     async def read(response_id: str, request: Request) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Files of secrets' hashes, private to this user and read again when they change: TOML, or JSON by file name.
+"""Files that are read again when they change: TOML, or JSON by file name.
 
-Tokens (``tokens``) and API keys (``api_keys``) are kept in such files.
+Those of secrets' hashes are private to this user: tokens (``tokens``) and API keys (``api_keys``).
 """
 
 from __future__ import annotations
@@ -27,30 +27,37 @@ _log = structlog.get_logger(__name__)
 _MAX_BYTES = 16 << 20
 
 
-class PrivateFile(Generic[R, T]):
+class WatchedFile(Generic[R, T]):
     """The file at ``path``, whose ``rows`` make the table by ``parse``, as of the last well-formed read.
 
-    ``called`` names the file in errors, such as "--tokens FILE". Raises ConfigError, also if others can read the file:
-    only its owner may, or, if root owns it, a group of this process.
+    ``called`` names the file in errors, such as "--tokens FILE". Raises ConfigError.
     """
+
+    #: Whether the file is refused if others can read it: only its owner may, or, if root owns it, a group of ours.
+    is_private = False
 
     def __init__(self, path: Path, called: str, rows: type[R], parse: Callable[[R], T]) -> None:
         self._path, self._called, self._rows, self._parse = path, called, rows, parse
         self._stamp, data = self._read()
         self.table = self._parsed(data)
+        self._fault = ""
 
     def refresh(self) -> bool:
-        """Check the file; returns whether the table has changed. A broken file is logged and ignored."""
+        """Check the file; returns whether the table has changed. A broken file is logged, once, and ignored."""
+        fault, self._fault = self._fault, ""
         try:
             stamp, data = self._read()
             if stamp == self._stamp:
+                self._fault = fault
                 return False
             self._stamp = stamp
             self.table = self._parsed(data)
         except ConfigError as error:
-            _log.error("private_file.not_reloaded", error=error.message)
+            self._fault = error.message
+            if fault != error.message:
+                _log.error("file.not_reloaded", error=error.message, hint="what it had before stays")
             return False
-        _log.info("private_file.reloaded", file=str(self._path), table=repr(self.table))
+        _log.info("file.reloaded", file=str(self._path), table=repr(self.table))
         return True
 
     def _read(self) -> tuple[_Stamp, bytes]:
@@ -59,7 +66,7 @@ class PrivateFile(Generic[R, T]):
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 mode = stat.S_IMODE(status.st_mode)
-                if mode & 0o077 and not _is_mounted_secret(status):
+                if self.is_private and mode & 0o077 and not _is_mounted_secret(status):
                     raise ConfigError(f"{self._path} is readable by others (mode {mode:04o}); set its mode to 600")
                 return (status.st_ino, status.st_mtime_ns, status.st_size), file.read(_MAX_BYTES)
         except OSError as error:
@@ -74,6 +81,12 @@ class PrivateFile(Generic[R, T]):
             raise ConfigError(f"cannot read {self._called}: {error}") from error
         except (ConfigError, InvalidRequest) as error:
             raise ConfigError(f"{self._called}: {error.message}") from None
+
+
+class PrivateFile(WatchedFile[R, T]):
+    """A file of secrets' hashes."""
+
+    is_private = True
 
 
 def _is_mounted_secret(status: os.stat_result) -> bool:

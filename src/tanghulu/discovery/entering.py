@@ -8,12 +8,15 @@ and the process waits for it, with one line in the log at the start of the wait 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import structlog
 
 from tanghulu.discovery.base import Discovery, Instance, Registration
 from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.runtime.clock import Backoff, SystemClock
+from tanghulu.runtime.process import Process
+from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
 #: Seconds that a starting process looks for any answer, and, after an answer, for a leading master: several masters
@@ -47,6 +50,20 @@ class _Waiting:
     def over(self) -> None:
         if self._has_logged:
             _log.info("discovery.found", to=self._what, waited_s=round(self.waited_s, 3))
+
+
+def instance_of(process: Process, address: Address, **more: Any) -> Instance:
+    """Return ``process`` as others see it at ``address``; ``more`` are further fields of the instance."""
+    return Instance(
+        id=process.instance_id(address.port),
+        role=process.role,
+        address=address,
+        namespace=process.config.namespace,
+        metrics_address=process.metrics_address,
+        place=process.config.place,
+        generation=process.generation,
+        **more,
+    )
 
 
 async def meet(discovery: Discovery) -> None:

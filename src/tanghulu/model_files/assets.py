@@ -6,14 +6,16 @@ for requests that set none, come from ``generation_config.json``, as in vLLM and
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.model_files.fields import Fields, read_json
+from tanghulu.model_files.fields import Fields, read_json, read_text
 from tanghulu.model_files.hf_tokenizer import SpecialTokens, read_tokenizer
+from tanghulu.session.model_card import ModelCard
 from tanghulu.session.sampling import SamplingDefaults
 
 
@@ -34,6 +36,19 @@ class TokenizerAssets:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+    def card(self, **more: Any) -> ModelCard:
+        """Return the card of a model with this tokenizer; ``more`` are the fields of everything else."""
+        return ModelCard(
+            eos_token_ids=self.eos_ids,
+            tokenizer_json_zlib=zlib.compress(self.tokenizer_json, 1),
+            chat_template=self.chat_template or "",
+            bos_token=self.bos_token or "",
+            eos_token=self.eos_token or "",
+            add_bos=self.add_bos,
+            sampling_defaults=self.defaults,
+            **more,
+        )
 
 
 def defaults_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
@@ -64,15 +79,16 @@ def assets_of_folder(
 ) -> TokenizerAssets:
     """Read the tokenizer in a folder of Hugging Face's format, of a model with ``vocab`` tokens if known.
 
-    The tokenizer's own ``eos_token`` ends a text, as do ``eos_ids``. Raises ModelUnsupported if there is no tokenizer,
+    A text ends at the tokenizer's own ``eos_token``, at those of generation_config.json and at ``eos_ids``. Raises
+    ModelUnsupported if there is no tokenizer,
     or an unreadable one.
     """
     config_path, generation = folder / "tokenizer_config.json", folder / "generation_config.json"
     config = read_json(config_path) if config_path.exists() else {}
     special = SpecialTokens.of(folder, config)
     tokenizer = read_tokenizer(folder, config, special, vocab)
-    fields = Fields(config, str(config_path))
-    ends = set(eos_ids)
+    fields, further = Fields(config, str(config_path)), read_json(generation) if generation.exists() else {}
+    ends = {*eos_ids, *Fields(further, str(generation)).ids("eos_token_id")}
     bos, eos = special.named.get("bos_token"), special.named.get("eos_token")
     if eos is not None and (end := tokenizer.token_to_id(eos)) is not None:
         ends.add(end)
@@ -85,17 +101,14 @@ def assets_of_folder(
         add_bos=fields.flag("add_bos_token"),
         bos_id=bos_id,
         eos_ids=tuple(sorted(ends)),
-        defaults=defaults_from_hf(read_json(generation)) if generation.exists() else SamplingDefaults(),
+        defaults=defaults_from_hf(further),
     )
 
 
 def _chat_template(folder: Path, config: Fields) -> str | None:
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        try:
-            return separate.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelUnsupported(f"cannot read {separate}: {error}") from error
+        return read_text(separate)
     if config.is_text("chat_template"):
         return config.text("chat_template")
     # Of several named templates, the default one is for chats.

@@ -161,11 +161,19 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def read_text(path: Path) -> str:
+    """Return the text in ``path``; raises ModelUnsupported that names the file if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelUnsupported(f"cannot read {path}: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``; raises ModelUnsupported that names the file if there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelUnsupported(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelUnsupported(f"{path} contains no JSON object")

@@ -1,4 +1,4 @@
-"""Options of sockets, identification of the process at the other end, and a shortcut to a process of this host.
+"""Options of sockets, hosts' addresses, identification of the process at the other end, and a shortcut on this host.
 
 A pid (SO_PEERCRED) is valid in one PID namespace only: for a peer in another one, such as every container has, the
 kernel returns 0. Its pidfd (SO_PEERPIDFD, Linux 6.5) is valid in every namespace, and from Linux 6.9 on each process
@@ -14,13 +14,16 @@ the TCP address is used.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
+from tanghulu.errors import NodeUnavailable
 from tanghulu.types import Address
 
 _SO_PEERPIDFD = 77
@@ -178,3 +181,14 @@ def dead_peer_options(dead_s: int) -> list[tuple[int, int, int]]:
         (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, dead_s // ask_s),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, dead_s * 1000),
     ]
+
+
+async def look_up(host: str) -> list[str]:
+    """Return the IP addresses of ``host``, each once; its own if it is one. Raises NodeUnavailable."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise NodeUnavailable(f"cannot resolve {host}: {error}") from error
+    return list(dict.fromkeys(str(each[4][0]) for each in found))

@@ -1,4 +1,4 @@
-"""KV events in vLLM's format over ZeroMQ: the addresses, and the publisher.
+"""KV events in vLLM's format over ZeroMQ: the option, and the publisher.
 
 A PUB socket sends ``[topic, sequence number, payload]`` with numbers from 0; the payload is msgpack of [time, events,
 data-parallel rank 0]. A ROUTER socket answers ``["", first number]`` with the messages from there on that are still
@@ -23,8 +23,8 @@ import structlog
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import option
 from tanghulu.runtime.extras import require
+from tanghulu.runtime.kv_endpoints import END, EventEndpoints
 from tanghulu.runtime.tasks import beside
-from tanghulu.types import BlockHash
 
 #: An event as vLLM writes it.
 EventMap: TypeAlias = dict[str, Any]
@@ -34,37 +34,6 @@ _log = structlog.get_logger(__name__)
 KEPT_MESSAGES, KEPT_BYTES = 10_000, 64 << 20
 #: Unsent messages to one subscriber before ZeroMQ drops further ones.
 _HIGH_WATER = 100_000
-_END = (-1).to_bytes(8, "big", signed=True)
-_SCHEMES = ("tcp://", "ipc://")
-
-
-@dataclass(frozen=True, slots=True)
-class EventEndpoints:
-    """The addresses of events and of their replay ("" for none), in ZeroMQ's form."""
-
-    events: str
-    replay: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> EventEndpoints:
-        """Parse ``tcp://HOST:PORT[|tcp://HOST:PORT]``, where ``*`` is every interface; raises ConfigError."""
-        events, separator, replay = text.partition("|")
-        for each in (events, replay) if separator else (events,):
-            _, _, port = each.rpartition(":")
-            fits = each.startswith("ipc://") or (port.isdecimal() and 0 < int(port) < 65536)
-            if not each.startswith(_SCHEMES) or not fits:
-                raise ConfigError(
-                    f"--kv-events {text}: {each!r} is not of the form tcp://HOST:PORT; write tcp://*:5557, or "
-                    "tcp://*:5557|tcp://*:5657 with an address for replays"
-                )
-        if events == replay:
-            raise ConfigError(f"--kv-events {text}: events and replays need an address each")
-        return cls(events, replay)
-
-    @property
-    def local(self) -> EventEndpoints:
-        """The addresses under which this host reaches them."""
-        return EventEndpoints(*(each.replace("//*:", "//127.0.0.1:") for each in (self.events, self.replay)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +52,7 @@ class KvEventOptions:
     @property
     def event_endpoints(self) -> EventEndpoints | None:
         """The addresses of KV events; None without. Raises ConfigError."""
-        return EventEndpoints.parse(self.kv_events) if self.kv_events else None
+        return EventEndpoints.parse(self.kv_events, f"--kv-events {self.kv_events}") if self.kv_events else None
 
 
 class KvEventPublisher:
@@ -133,12 +102,12 @@ class KvEventPublisher:
         """Answer requests for replays, until cancelled."""
         while self._replay is not None:
             frames = await self._replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != len(_END):
+            if len(frames) != 3 or len(frames[2]) != len(END):
                 _log.warning("kv_events.not_a_replay_request", frames=[len(frame) for frame in frames[:4]])
                 continue
             for number, payload in [each for each in self._kept if each[0] >= frames[2]]:
                 await self._replay.send_multipart((frames[0], b"", b"", number, payload))
-            await self._replay.send_multipart((frames[0], b"", b"", _END, b""))
+            await self._replay.send_multipart((frames[0], b"", b"", END, b""))
 
     def close(self) -> None:
         """Close the sockets; unsent messages are lost."""
@@ -159,8 +128,3 @@ async def publishing(endpoints: EventEndpoints | None) -> AsyncIterator[Callable
             yield publisher.publish
     finally:
         publisher.close()
-
-
-def event_number(name: BlockHash) -> int:
-    """Return the number by which events name a block."""
-    return int.from_bytes(name[-8:], "big")

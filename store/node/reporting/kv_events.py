@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Final
 
-from tanghulu.runtime.kv_events import EventMap, event_number
+from tanghulu.hashing import vllm_event_hash
+from tanghulu.runtime.kv_events import EventMap
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import parse_kv_chunk_key
@@ -42,7 +43,7 @@ class HeldBlocks:
         name = parse_kv_chunk_key(chunk.key)
         if name is None or name[2] != 0:
             return
-        number, medium = event_number(name[1]), _MEDIA[chunk.tier]
+        number, medium = vllm_event_hash(name[1]), _MEDIA[chunk.tier]
         self._changes.append((held, medium, number))
         if held and self._has_ssd:
             self._changes += [(False, other, number) for other in _MEDIA.values() if other != medium]

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tanghulu.conductor.endpoint_picker import endpoints
 from tanghulu.conductor.endpoint_picker.ext_proc import PICKED, SERVED, SERVICE
 from tanghulu.conductor.endpoint_picker.main import EndpointPickerConfig, EndpointPickerServer
 from tanghulu.protos import endpoint_picker_pb2 as pb
@@ -26,6 +27,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+endpoints.DEADLINE_S = 30.0  # type: ignore[misc]  # on a loaded machine, engines answer late
 DUPLEX = pb.ProtocolConfiguration(request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=pb.FULL_DUPLEX_STREAMED)
 
 
@@ -96,7 +98,7 @@ async def picker(
     """A picker for ``engines``, of which all healthy ones are known to be so."""
     num_ready = sum(each.is_healthy for each in engines) if num_ready is None else num_ready
     addresses = options.pop("endpoints", ",".join(each.address for each in engines))
-    settings = {"port": 0, "health_port": 0, "grace_s": 0.0, "health_interval_s": 0.01, "block_tokens": 4} | options
+    settings = {"port": 0, "health_port": 0, "grace_s": 0.0, "health_interval_s": 0.03, "block_tokens": 4} | options
     config = EndpointPickerConfig(endpoints=addresses, **settings)
     registry = CollectorRegistry()
     async with EndpointPickerServer(config, registry).running() as server:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tanghulu.conductor.endpoint_picker import endpoints as endpoints_module
 from tanghulu.conductor.endpoint_picker.main import EndpointPickerConfig
 from tanghulu.conductor.endpoint_picker.picker import REST_S, EndpointPicker, Pick, subset_of
 from tanghulu.conductor.endpoint_picker.prompts import read_card
+from tanghulu.conductor.engines import source
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.conductor.text.served_model import ServedModel
@@ -150,7 +150,8 @@ def test_bad_options_name_themselves(options: dict[str, Any], text: str):
 
 
 async def test_a_names_addresses_come_and_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(endpoints_module, "RESOLVE_S", 0.01)
+    monkeypatch.setattr(source, "FILE_S", 0.01)
+    monkeypatch.setattr(source, "LOOKUP_S", 0.01)
     found = ["127.0.0.1"]
 
     async def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,6 +25,9 @@ class Front:
         workers = self.cluster.registry.workers
         names = [f"127.0.0.1:{each.port}" for each in servers or self.servers]
         await self.cluster.until(lambda: all(name in workers and workers[name].usable for name in names))
+        for each in servers or self.servers:
+            if each.events is not None:
+                await asyncio.wait_for(asyncio.shield(each.events.subscribed), 30)
 
     async def complete(self, prompt: str = "the rain in Spain", **fields: object) -> dict:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}

@@ -306,11 +306,13 @@ class FakeEvents:
         from msgspec.msgpack import encode
 
         self._encode, self._context = encode, zmq.asyncio.Context()
-        self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._pub, self._router = self._context.socket(zmq.XPUB), self._context.socket(zmq.ROUTER)
         self.endpoint = f"tcp://*:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
         self.replay_endpoint = f"tcp://*:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         self.sent: list[bytes] = []
         self._replaying = asyncio.ensure_future(self._replay())
+        #: Done once somebody subscribes: what is published before is lost.
+        self.subscribed = asyncio.ensure_future(self._pub.recv())
 
     def publish(self, events: list[dict[str, Any]]) -> None:
         payload = self._encode([0.0, events, 0])
@@ -327,4 +329,5 @@ class FakeEvents:
 
     def close(self) -> None:
         self._replaying.cancel()
+        self.subscribed.cancel()
         self._context.destroy(0)

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from tanghulu.conductor.engines import source
-from tanghulu.conductor.engines.servers import parse_server, read_servers
+from tanghulu.conductor.engines.servers import parse_server, servers_file
 from tanghulu.discovery.base import EventKind
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.types import Place
 from tests.conductor.engines.fake_vllm import FakeVllm
 from tests.conductor.engines.test_front import expected, text_of
@@ -43,7 +43,7 @@ def test_bad_servers_are_explained(text, error):
 def test_files(tmp_path):
     table = tmp_path / "engines.toml"
     table.write_text('engines = ["vllm=http://a:1", {engine = "sglang", url = "http://b:2", model = "/m"}]')
-    assert [each.engine for each in read_servers(table)] == ["vllm", "sglang"]
+    assert [each.engine for each in servers_file(table).table] == ["vllm", "sglang"]
     listed = tmp_path / "engines.json"
     for content, error in (
         ("{", "cannot read"),
@@ -53,7 +53,7 @@ def test_files(tmp_path):
     ):
         listed.write_text(content)
         with pytest.raises(ConfigError, match=error):
-            read_servers(listed)
+            servers_file(listed)
 
 
 async def test_servers_join_and_leave_with_the_file(fronts, folder, tmp_path):
@@ -87,9 +87,9 @@ async def test_every_address_of_a_name_is_a_server(monkeypatch):
     monkeypatch.setattr(source, "LOOKUP_S", 0.0)
     addresses, seen = ["10.0.0.1"], []
 
-    async def look(host: str, port: int) -> list[str]:
+    async def look(host: str) -> list[str]:
         if not addresses:
-            raise OSError("no answer")
+            raise NodeUnavailable("no answer")
         return list(addresses)
 
     followed = source.EngineSource([parse_server("vllm=http://pool:8000")], None, "default", Place(), look)

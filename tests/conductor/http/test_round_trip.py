@@ -12,10 +12,15 @@ from tests.conductor.cluster import Cluster, running_cluster
 from tests.conductor.fake_worker import FakeWorker
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer", "description": "a number"}}}
+DESCRIBED_TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}]
 FLAT_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"text": "a, \\"b\\" [c]", "n": {"x": [1, 2]}}}\n</tool_call>'
 FORCED = '[{"name": "f", "arguments": {"text": "x"}}, {"name": "f", "arguments": {}}]'
 ASK = {"role": "user", "content": "go on"}
+#: Functionary's adds to the arguments as a text, which vLLM does not pass either.
+FOLDER = Path(__file__).parent.parent / "text" / "templates"
+TEMPLATES = sorted(each for each in FOLDER.glob("*.jinja") if each.stem != "functionary_3.1")
 #: What a worker says, and whether calls are forced.
 SCRIPTS = [
     (f"I look. {CALL}{CALL} Done.", "auto"),
@@ -113,6 +118,22 @@ class TestMessages:
         part = {"type": "refusal", "refusal": "I won't"}
         assert "I won't" in refused
         assert refused == await self._text(cluster, {"role": "assistant", "content": [part]}, ASK)
+
+    @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+    async def test_real_templates_take_calls_without_content(self, tmp_path, template):
+        """Qwen3's looks for its marks in the content, and adds to it."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}
+        results = [each | {"name": "f"} for each in _results([call])]
+        async with running_cluster(tmp_path) as cluster:
+            await _served(cluster, "x", template.read_text())
+            shown = set()
+            for content in ({}, {"content": None}, {"content": ""}):
+                turn = {"role": "assistant", "tool_calls": [call], **content}
+                body = {"messages": [ASK, turn, *results], "tools": DESCRIBED_TOOLS}
+                tokens = (await _accepted(cluster, "/tokenize", body))["tokens"]
+                shown.add((await _accepted(cluster, "/detokenize", {"tokens": tokens}))["text"])
+            (text,) = shown
+            assert '"n": 1' in text or template.stem == "granite_3.3", text
 
     async def test_a_developer_s_message_is_the_system_s(self, cluster):
         await cluster.add()

@@ -108,7 +108,7 @@ async def test_each_key_has_requests_of_its_own_and_each_tenant_blocks(tmp_path:
             assert not (
                 await stub.Overlaps(pb.RouterQuestion(tokens=as_tokens(tokens).tobytes()), metadata=mallory)
             ).overlaps
-            assert server.service.has_request("long", RoutingClient("key acme"))
+            assert server.service.prefill_completed("long", 0.0, RoutingClient("key acme"))
         server.service.check()
 
 
@@ -118,10 +118,10 @@ def test_a_key_has_a_share_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> N
     service.put_worker(InstanceId("w"), Role.BOTH)
     greedy, other = RoutingClient("key greedy"), RoutingClient("key other")
     for number in range(2):
-        service.best(RoutingQuery([], 1), 0.0, f"r{number}", caller=greedy)
+        service.best(RoutingQuery([], 1, caller=greedy), 0.0, f"r{number}")
     with pytest.raises(Overloaded, match="2 requests of this key"):
-        service.best(RoutingQuery([], 1), 0.0, "r3", caller=greedy)
-    service.best(RoutingQuery([], 1), 0.0, "r3", caller=other)
+        service.best(RoutingQuery([], 1, caller=greedy), 0.0, "r3")
+    service.best(RoutingQuery([], 1, caller=other), 0.0, "r3")
     service.free("r0", greedy)
-    service.best(RoutingQuery([], 1), 0.0, "r3", caller=greedy)
+    service.best(RoutingQuery([], 1, caller=greedy), 0.0, "r3")
     service.check()

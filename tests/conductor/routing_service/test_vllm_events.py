@@ -8,15 +8,17 @@ import pytest
 
 from tanghulu.conductor.engines.events import (
     EventDecoder,
-    EventSource,
     Numbers,
     VllmFollower,
     parse_sources,
 )
 from tanghulu.conductor.routing_service.main import RouterConfig
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.runtime.kv_endpoints import EventEndpoints
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import InstanceId
+
+WORKER = InstanceId("w")
 
 
 def number(value: int) -> bytes:
@@ -99,10 +101,10 @@ def test_numbers():
 
 
 def test_sources():
-    assert parse_sources("a=tcp://h:1|tcp://h:2, b=ipc://x") == (
-        EventSource(InstanceId("a"), "tcp://h:1", "tcp://h:2"),
-        EventSource(InstanceId("b"), "ipc://x"),
-    )
+    assert parse_sources("a=tcp://h:1|tcp://h:2, b=ipc://x") == {
+        "a": EventEndpoints("tcp://h:1", "tcp://h:2"),
+        "b": EventEndpoints("ipc://x"),
+    }
     for wrong in ("a", "a=h:1", "=tcp://h:1", "a=tcp://h:1|h:2", "worker=tcp://h:70000", "worker=tcp://h:1|tcp://h"):
         with pytest.raises(ConfigError, match="worker=tcp"):
             RouterConfig(vllm_events=wrong)
@@ -115,7 +117,7 @@ class Publisher:
         self._pack, self.kept, self.context = pack, {}, zmq.asyncio.Context()
         self.pub, self.router = self.context.socket(zmq.XPUB), self.context.socket(zmq.ROUTER)
         ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self.pub, self.router)]
-        self.source = EventSource(InstanceId("w"), *(f"tcp://127.0.0.1:{port}" for port in ports))
+        self.endpoints = EventEndpoints(*(f"tcp://127.0.0.1:{port}" for port in ports))
 
     async def tell(self, at: int, *events: list[object], lost: bool = False) -> None:
         payload = self.kept[at] = self._pack([1.0, list(events), 0])
@@ -136,7 +138,7 @@ async def test_following_a_publisher():
     pytest.importorskip("zmq.asyncio")
     pack = pytest.importorskip("msgspec.msgpack").encode
     publisher, heard = Publisher(zmq, pack), asyncio.Queue()
-    follower = VllmFollower(publisher.source, heard.put_nowait)
+    follower = VllmFollower(WORKER, publisher.endpoints, heard.put_nowait)
     tasks = [asyncio.create_task(follower.run()), asyncio.create_task(publisher.serve_replay())]
     try:
         async with asyncio.timeout(30):
@@ -184,7 +186,10 @@ async def test_whatever_fails_clears_the_worker_and_is_tried_again():
         client, *_ = await publisher.router.recv_multipart()
         await publisher.router.send_multipart((client, b""))
 
-    tasks = [asyncio.create_task(VllmFollower(publisher.source, apply).run()), asyncio.create_task(answer_nonsense())]
+    tasks = [
+        asyncio.create_task(VllmFollower(WORKER, publisher.endpoints, apply).run()),
+        asyncio.create_task(answer_nonsense()),
+    ]
     try:
         async with asyncio.timeout(30):
             await publisher.pub.recv()

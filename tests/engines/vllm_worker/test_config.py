@@ -11,7 +11,7 @@ from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.errors import ConfigError
 from tanghulu.masters import Masters
-from tanghulu.runtime.kv_events import EventEndpoints
+from tanghulu.runtime.kv_endpoints import EventEndpoints
 
 SOCKETS = EventEndpoints("ipc:///run/events", "ipc:///run/replay")
 

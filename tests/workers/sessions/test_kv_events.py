@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tanghulu.conductor.engines.events import EventDecoder, EventSource, VllmFollower
+from tanghulu.conductor.engines.events import EventDecoder, VllmFollower
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence
 from tanghulu.runtime import kv_events
-from tanghulu.runtime.kv_events import EventEndpoints, KvEventPublisher, publishing
+from tanghulu.runtime.kv_endpoints import EventEndpoints
+from tanghulu.runtime.kv_events import KvEventPublisher, publishing
 from tanghulu.session.outputs import KvChange
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.workers.engine.block_pool import BlockPool, KvEvent, KvEventKind
@@ -102,11 +103,11 @@ def test_pulled_blocks_have_their_tokens() -> None:
 )
 def test_bad_endpoints(text: str) -> None:
     with pytest.raises(ConfigError, match="--kv-events"):
-        EventEndpoints.parse(text)
+        EventEndpoints.parse(text, "--kv-events")
 
 
 def test_endpoints() -> None:
-    endpoints = EventEndpoints.parse("tcp://*:5557|tcp://10.0.0.1:5657")
+    endpoints = EventEndpoints.parse("tcp://*:5557|tcp://10.0.0.1:5657", "--kv-events")
     assert endpoints == EventEndpoints("tcp://*:5557", "tcp://10.0.0.1:5657")
     assert endpoints.local.events == "tcp://127.0.0.1:5557"
 
@@ -122,8 +123,8 @@ class Follower:
 
     def __init__(self, endpoints: EventEndpoints) -> None:
         self.changes: asyncio.Queue[KvChange] = asyncio.Queue()
-        source = EventSource(InstanceId("w"), endpoints.events, endpoints.replay)
-        self._task = asyncio.create_task(VllmFollower(source, self.changes.put_nowait).run())
+        follower = VllmFollower(InstanceId("w"), endpoints, self.changes.put_nowait)
+        self._task = asyncio.create_task(follower.run())
 
     async def take(self, count: int) -> list[KvChange]:
         async with asyncio.timeout(30):

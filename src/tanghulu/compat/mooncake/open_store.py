@@ -6,16 +6,14 @@ import contextlib
 import random
 import re
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tanghulu.compat.mooncake.embedded_node import EmbeddedNode
 from tanghulu.compat.mooncake.memory import buffers_at
 from tanghulu.compat.mooncake.options import DEFAULT_TENANT, SetupOptions
-from tanghulu.errors import DirectoryIncomplete, InvalidRequest, TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.runtime.clock import Backoff
 from tanghulu.runtime.config import from_variables
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import ProcessConfig
@@ -59,32 +57,19 @@ class OpenStore:
         if shown.token and setup.tenant_id != DEFAULT_TENANT:
             shown = replace(shown, tenant=setup.tenant_id)
         masters = Masters.parse(setup.master_server_addr).showing(shown)
+        with Client(Settings(master=masters)) as patient:  # waits for a master that is rebuilding its directory
+            patient.exists("mooncake/", deadline_s=OPEN_S)
         self.client = Client(Settings(master=masters, master_answer_s=ENGINE_ANSWER_S))
         self.blocks = BlockStore(self.client)
         self._node: EmbeddedNode | None = None
         port = _unused_port()
         self.hostname = setup.local_hostname if setup.host != setup.local_hostname else f"{setup.host}:{port}"
         try:
-            self._await_directory()
             if setup.global_segment_size:
                 self._node = EmbeddedNode(setup.master_server_addr, setup.host, port, setup.global_segment_size)
         except BaseException:  # an interrupt, too: connections would stay open
             self.client.close()
             raise
-
-    def _await_directory(self) -> None:
-        """Return once the master answers and knows all keys; raises its last error after ``OPEN_S``."""
-        backoff, left_s = Backoff(0.05, 0.5), OPEN_S
-        while True:
-            try:
-                self.client.exists("mooncake/", deadline_s=OPEN_S)
-                return
-            except DirectoryIncomplete:
-                pause_s = backoff.pause_s()
-                left_s -= pause_s
-                if left_s <= 0:
-                    raise
-                time.sleep(pause_s)
 
     def ping(self) -> None:
         """Raise MasterUnavailable unless the master answers."""

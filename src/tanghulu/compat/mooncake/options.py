@@ -21,20 +21,18 @@ from tanghulu.types import parse_size
 OK = 0
 INTERNAL_ERROR, NO_SPACE, INVALID_PARAMS = -1, -200, -600
 NOT_FOUND, LEASE_EXPIRED, TRANSFER_FAIL, RPC_FAIL = -704, -707, -800, -900
-#: By the class of an error, its code; of an error of a class between, the first that matches.
-_CODES: tuple[tuple[type[TanghuluError], int], ...] = (
-    (errors.ChunkNotFound, NOT_FOUND),
-    (errors.StoreFull, NO_SPACE),
-    (errors.InvalidRequest, INVALID_PARAMS),
-    (errors.LeaseExpired, LEASE_EXPIRED),
-    (errors.ChecksumMismatch, TRANSFER_FAIL),
-    (errors.TransferFailed, TRANSFER_FAIL),
-    (errors.NodeUnavailable, RPC_FAIL),
-    (errors.MasterUnavailable, RPC_FAIL),
-    (errors.DirectoryIncomplete, RPC_FAIL),
-    (errors.DeadlineExceeded, RPC_FAIL),
-    (errors.Overloaded, RPC_FAIL),
-)
+#: The classes of errors by their codes; the first that matches counts.
+_CODES: dict[int, tuple[type[TanghuluError], ...]] = {
+    NOT_FOUND: (errors.ChunkNotFound,),
+    NO_SPACE: (errors.StoreFull,),
+    INVALID_PARAMS: (errors.InvalidRequest,),
+    LEASE_EXPIRED: (errors.LeaseExpired,),
+    TRANSFER_FAIL: (errors.ChecksumMismatch, errors.TransferFailed),
+    RPC_FAIL: (
+        *(errors.NodeUnavailable, errors.MasterUnavailable, errors.DirectoryIncomplete),
+        *(errors.DeadlineExceeded, errors.Overloaded),
+    ),
+}
 DEFAULT_TENANT = "default"
 _DEFAULT_SEGMENT_BYTES = 16 << 20
 _MAX_TENANT = 64
@@ -45,7 +43,7 @@ _HEAD_BYTES = 32
 
 def code_of(error: TanghuluError) -> int:
     """Return Mooncake's code of ``error``."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), INTERNAL_ERROR)
+    return next((code for code, kinds in _CODES.items() if isinstance(error, kinds)), INTERNAL_ERROR)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import check_bounds, option
-from tanghulu.runtime.kv_events import EventEndpoints
+from tanghulu.runtime.kv_endpoints import EventEndpoints
 from tanghulu.workers.sessions.port import SessionOptions
 
 CONNECTOR = "TanghuluConnector"

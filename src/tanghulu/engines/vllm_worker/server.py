@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from tanghulu.conductor.engines.events import EventSource, VllmFollower
+from tanghulu.conductor.engines.events import VllmFollower
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.vllm_worker.config import VllmWorkerConfig
 from tanghulu.engines.vllm_worker.engine import LoadBook, VllmEngine
@@ -26,7 +26,7 @@ from tanghulu.masters import Masters
 from tanghulu.model_files.assets import TokenizerAssets, assets_of_folder
 from tanghulu.rpc.greeting import welcome
 from tanghulu.rpc.methods import HELLO
-from tanghulu.runtime.kv_events import EventEndpoints
+from tanghulu.runtime.kv_endpoints import EventEndpoints
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.session.model_card import ModelCard
@@ -87,8 +87,8 @@ class VllmWorkerServer(SessionWorker):
         )
         stack.push_async_callback(self._engine.close)
         relay.listen = self._engine.on_stats
-        source = EventSource(self.instance_id, events.local.events, events.local.replay)
-        await stack.enter_async_context(beside(VllmFollower(source, self._engine.on_change).run()))
+        follower = VllmFollower(self.instance_id, events.local, self._engine.on_change)
+        await stack.enter_async_context(beside(follower.run()))
         await self._serve(stack, loaded, facts, assets)
         _log.info("vllm.loaded", model=self.model_name, fingerprint=facts.fingerprint.hex(), blocks=facts.num_blocks)
 
@@ -132,7 +132,7 @@ class VllmWorkerServer(SessionWorker):
         return model_card(
             facts,
             assets,
-            name=self.model_name,
+            model=self.model_name,
             fingerprint=facts.fingerprint,
             block_hash=VLLM_SHA256_CBOR,
             context_length=facts.context_length,
