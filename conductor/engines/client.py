@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
 from tanghulu.auth.credentials import TlsFiles, read_token
@@ -16,6 +16,7 @@ from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.rpc.sockets import SILENT_HOST_S, dead_peer_options
 from tanghulu.web.event_stream import EventReader
+from tanghulu.web.http_client import ConnectFailed, HttpAnswer, HttpClient
 
 CONNECT_TIMEOUT_S = 2.0
 CALL_DEADLINE_S = 10.0
@@ -40,15 +41,14 @@ class EngineClient:
         self._headers = {"host": str(server.host_port), "content-type": "application/json"}
         if key:
             self._headers["authorization"] = f"Bearer {key}"
-        self._extensions = {"sni_hostname": server.host_port.host}
-        transport = httpx.AsyncHTTPTransport(
-            verify=client_context(tls) if server.url.startswith("https") else False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
-            trust_env=False,
+        self._path = urlsplit(server.base_url).path
+        self._http = HttpClient(
+            server.address,
+            tls=client_context(tls) if server.url.startswith("https") else None,
+            host=server.host_port.host,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
             socket_options=dead_peer_options(SILENT_HOST_S),
         )
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._http = httpx.AsyncClient(timeout=timeout, transport=transport, trust_env=False)
 
     async def call(
         self,
@@ -63,55 +63,57 @@ class EngineClient:
         Raises EngineGone, DeadlineExceeded, NodeUnavailable, or the server's refusal.
         """
         # A new connection: one that stays open is served after the server has stopped listening.
-        headers = {"connection": "close"}
         try:
-            async with asyncio.timeout(deadline_s), self._send(path, body, headers) as response:
-                data = await _read(response)
+            async with asyncio.timeout(deadline_s), self._send(path, body, {}, fresh=True) as answer:
+                data = await self._read(answer)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.server.url}{path} did not answer within {deadline_s:g} s") from None
-        if response.status_code == 404 and optional:
+        if answer.status == 404 and optional:
             return b""
-        if response.status_code >= 400:
-            raise self._refusal(response.status_code, data)
+        if answer.status >= 400:
+            raise self._refusal(answer.status, data)
         return data
 
     async def events(
         self, path: str, body: dict[str, Any], headers: dict[str, str], whole: bool = False
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the data of each event of the answer to ``body``, or the ``whole`` answer as one.
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Yield the data of the events of the answer to ``body``, as they come, or the ``whole`` answer as one.
 
         Raises Overloaded if another server may take the request at once, EngineGone, NodeUnavailable, InvalidRequest.
         """
-        async with self._send(path, body, headers) as response:
-            if response.status_code >= 400:
-                raise self._refusal(response.status_code, await _read(response))
+        async with self._send(path, body, headers) as answer:
+            if answer.status >= 400:
+                raise self._refusal(answer.status, await self._read(answer))
             if whole:
-                yield await _read(response)
+                yield [await self._read(answer)]
                 return
             reader = EventReader()
-            async for piece in response.aiter_raw():
-                for data in reader.feed(piece):
-                    yield data
+            while piece := await answer.read():
+                if events := reader.feed(piece):
+                    yield events
 
     @contextlib.asynccontextmanager
     async def _send(
-        self, path: str, body: dict[str, Any] | None, headers: dict[str, str]
-    ) -> AsyncIterator[httpx.Response]:
-        url, content = self.server.base_url + path, msgspec.json.encode(body) if body is not None else None
-        method = "GET" if content is None else "POST"
-        request = self._http.build_request(
-            method, url, content=content, headers={**self._headers, **headers}, extensions=self._extensions
-        )
+        self, path: str, body: dict[str, Any] | None, headers: dict[str, str], *, fresh: bool = False
+    ) -> AsyncIterator[HttpAnswer]:
+        content = msgspec.json.encode(body) if body is not None else b""
+        method, headers = "GET" if body is None else "POST", {**self._headers, **headers}
         try:
-            response = await self._http.send(request, stream=True)
-            try:
-                yield response
-            finally:
-                await response.aclose()
-        except httpx.ConnectError as error:
-            raise EngineGone(f"{self.server.url} refuses connections: {_text(error)}") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NodeUnavailable(f"{self.server.url} broke off: {_text(error)}") from error
+            async with self._http.request(method, self._path + path, headers, content, fresh=fresh) as answer:
+                yield answer
+        except ConnectFailed as error:
+            raise EngineGone(f"{self.server.url} refuses connections: {error}") from error
+        except (ConnectionError, ValueError) as error:
+            raise NodeUnavailable(f"{self.server.url} broke off: {error}") from error
+
+    async def _read(self, answer: HttpAnswer) -> bytes:
+        pieces, size = [], 0
+        while piece := await answer.read():
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
+                raise NodeUnavailable(f"{self.server.url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return b"".join(pieces)
 
     def _refusal(self, status: int, data: bytes) -> TanghuluError:
         try:
@@ -124,7 +126,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections, whatever is under way on them."""
-        await self._http.aclose()
+        self._http.close()
 
 
 def error_of(status: int, message: str, server: str) -> TanghuluError:
@@ -135,17 +137,3 @@ def error_of(status: int, message: str, server: str) -> TanghuluError:
     if status in _TRY_ELSEWHERE:
         return Overloaded(text)
     return InvalidRequest(text) if 400 <= status < 500 and status not in (404, 408) else NodeUnavailable(text)
-
-
-async def _read(response: httpx.Response) -> bytes:
-    pieces, size = [], 0
-    async for piece in response.aiter_bytes():
-        size += len(piece)
-        if size > MAX_ANSWER_BYTES:
-            raise NodeUnavailable(f"{response.url} answered more than {MAX_ANSWER_BYTES >> 20} MiB")
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-def _text(error: Exception) -> str:
-    return str(error) or type(error).__name__
