@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.tls import HTTP1, ServerTls, client_context
+from tanghulu.rpc.sockets import dead_peer_options
 from tanghulu.types import Address
 from tanghulu.web import http_client
 from tanghulu.web.http_client import ConnectFailed, HttpAnswer, HttpClient
+from tests.tls_files import Authority
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -46,10 +52,16 @@ class Server:
 async def serve() -> AsyncIterator[Callable]:
     made: list[tuple[Server, asyncio.Server, HttpClient]] = []
 
-    async def make(*answers: bytes, closes: bool = False) -> tuple[Server, HttpClient]:
+    async def make(
+        *answers: bytes,
+        closes: bool = False,
+        tls: ssl.SSLContext | None = None,
+        trusted: ssl.SSLContext | None = None,
+    ) -> tuple[Server, HttpClient]:
         server = Server(*answers, closes=closes)
-        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-        client = HttpClient(Address(*listening.sockets[0].getsockname()), connect_timeout_s=5.0)
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+        address, options = Address(*listening.sockets[0].getsockname()), dead_peer_options(30)
+        client = HttpClient(address, tls=trusted, host=address.host, connect_timeout_s=5.0, socket_options=options)
         made.append((server, listening, client))
         return server, client
 
@@ -169,3 +181,16 @@ async def test_slow_reader_holds_the_server_back(serve, monkeypatch):
             await asyncio.sleep(0)
         assert b"".join(pieces) == body
         assert max(map(len, pieces)) < 1 << 20
+
+
+async def test_tls(serve, tmp_path: Path):
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    tls = ServerTls(TlsFiles(cert=cert, key=key), mutual=False, protocol=HTTP1).context
+    sized = HEAD + b"content-length: 2\r\n\r\nhi"
+    server, client = await serve(sized, sized, tls=tls, trusted=client_context(TlsFiles(ca=authority.ca)))
+    assert [await get(client), await get(client)] == [(200, b"hi")] * 2
+    assert server.num_connections == 1
+    _, client = await serve(sized, tls=tls, trusted=client_context(TlsFiles()))
+    with pytest.raises(ConnectFailed, match="certificate"):
+        await get(client)

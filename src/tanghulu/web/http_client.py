@@ -201,12 +201,12 @@ class HttpClient:
                 transport, answer = await self._loop.create_connection(
                     HttpAnswer, self._address.host, self._address.port, **self._tls
                 )
+            for option in self._socket_options:
+                transport.get_extra_info("socket").setsockopt(*option)
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
             raise ConnectFailed(str(error) or type(error).__name__) from error
-        for option in self._socket_options:
-            transport.get_extra_info("socket").setsockopt(*option)
         return answer
 
     def close(self) -> None:
