@@ -6,7 +6,11 @@ and 64 streamed tokens; with ``--system`` what is shared is a system message, an
 behind each message. Other source trees (``--beside``) and Dynamo (``--dynamo``, its environment) take turns with this
 one, so that ratios hold on a busy machine; processor time is the figure, as wall time tells of the neighbours.
 
+``--in-front`` adds a conductor in front of a played vLLM server, whose steps take no time either: what its conductor
+uses compares with the cluster's.
+
     python -m benchmarks.conductor.serving --beside ../before/src --dynamo /opt/dynamo
+    python -m benchmarks.conductor.serving --in-front --concurrency 16
 """
 
 from __future__ import annotations
@@ -176,21 +180,49 @@ def _role(entry: dict[str, Any]) -> str:
     return str(entry.get("name") or entry["role"])
 
 
+@contextlib.contextmanager
+def _in_front(folder: Path) -> Iterator[Subject]:
+    """A conductor in front of a played vLLM server."""
+    write_model(folder / MODEL)
+    port, events, front = (str(_free_port()) for _ in range(3))
+    server = ["benchmarks.conductor.played_vllm", str(folder / MODEL), port, events]
+    conductor = ["tanghulu", "conductor", "--port", front, "--engine", f"vllm=http://127.0.0.1:{port}"]
+    with (folder / "log").open("wb") as log, contextlib.ExitStack() as stack:
+        commands = [[sys.executable, "-m", *each] for each in (server, conductor)]
+        begun = [subprocess.Popen(each, stdout=log, stderr=log, cwd=ROOT) for each in commands]
+        for each in begun:
+            stack.callback(each.wait, 30)
+            stack.callback(each.terminate)
+        _wait_for_model(f"127.0.0.1:{front}", begun)
+        engine, own = (psutil.Process(each.pid) for each in begun)
+        yield Subject("in-front", int(front), [("conductor", own), ("played vLLM", engine)])
+
+
 def _entries(path: Path, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
     """The processes of the cluster, as soon as the conductor serves the model."""
-    import httpx
-
     while True:
         assert process.poll() is None, "the cluster has ended"
         time.sleep(0.2)
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration, httpx.HTTPError):
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError, StopIteration):
             entries: list[dict[str, Any]] = json.loads(path.read_text())
             address = next(e["address"] for e in entries if e["role"] == "conductor")
-            models = httpx.get(f"http://{address}/v1/models", timeout=2, trust_env=False)
-            roles = {entry["role"] for entry in entries}
-            if models.status_code == 200 and models.json()["data"] and {"prefill", "decode"} <= roles:
-                time.sleep(1)
+            if {"prefill", "decode"} <= {entry["role"] for entry in entries}:
+                _wait_for_model(address, [process])
                 return entries
+
+
+def _wait_for_model(address: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until the conductor at ``address`` serves a model."""
+    import httpx
+
+    while True:
+        assert all(each.poll() is None for each in processes), "a process has ended"
+        time.sleep(0.2)
+        with contextlib.suppress(httpx.HTTPError):
+            models = httpx.get(f"http://{address}/v1/models", timeout=2, trust_env=False)
+            if models.status_code == 200 and models.json()["data"]:
+                time.sleep(1)
+                return
 
 
 @contextlib.asynccontextmanager
@@ -242,15 +274,18 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _measure(
-    beside: tuple[Path, ...], dynamo: Path | None, concurrencies: list[int], turns: int, requests: int, flags: list[str]
+    asked: dict[str, Any], concurrencies: list[int], turns: int, requests: int, flags: list[str]
 ) -> list[dict[str, Any]]:
+    dynamo = asked["dynamo"]
     with tempfile.TemporaryDirectory(prefix="tanghulu-") as name:
         folder = Path(name)
         async with contextlib.AsyncExitStack() as stack:
-            trees = [("this", ROOT / "src"), *((f"beside-{i}", tree) for i, tree in enumerate(beside))]
+            trees = [("this", ROOT / "src"), *((f"beside-{i}", tree) for i, tree in enumerate(asked["beside"]))]
             system = "--system" in flags
             opened = [_ours(each, tree.resolve(), folder, system=system) for each, tree in trees]
             subjects = [stack.enter_context(each) for each in opened]
+            if asked["in_front"]:
+                subjects.append(stack.enter_context(_in_front(folder)))
             if dynamo is not None:
                 subjects.append(await stack.enter_async_context(_dynamo(dynamo, folder / "dynamo", system=system)))
             first, rows = 0, list[dict[str, Any]]()
@@ -270,6 +305,7 @@ async def _measure(
 @click.command(help=__doc__)
 @click.option("--beside", type=click.Path(path_type=Path), multiple=True, help="another tree's src")
 @click.option("--dynamo", type=click.Path(path_type=Path), help="an environment that has ai-dynamo")
+@click.option("--in-front", is_flag=True, help="a conductor in front of a played vLLM server, too")
 @click.option("--concurrency", "concurrencies", type=int, multiple=True, default=(1, 16, 64))
 @click.option("--turns", default=3, help="of each subject at each concurrency")
 @click.option("--requests", default=300, help="in a turn")
@@ -288,8 +324,7 @@ def main(load: str | None, name: str, **asked: Any) -> None:
         return
     flags = ["--prompt-tokens", str(shape[0]), "--max-tokens", str(shape[1])]
     flags += [f"--{flag}" for flag in ("fresh", "system") if asked[flag]]
-    subjects = asked["beside"], asked["dynamo"]
-    rows = asyncio.run(_measure(*subjects, list(asked["concurrencies"]), asked["turns"], asked["requests"], flags))
+    rows = asyncio.run(_measure(asked, list(asked["concurrencies"]), asked["turns"], asked["requests"], flags))
     keep(name, rows, load_average=os.getloadavg()[0])
     table = Table("subject", "concurrency", "CPU ms/request", "by process", "requests/s", "e2e p50", "gap p99, max")
     for row in rows:

@@ -3,9 +3,10 @@
 Both run side by side with the same settings, and the same load goes to one and the other in turns: what other programs
 take of the machine is taken from both. A request of 8 tokens has next to nothing to compute, so that the difference is
 what conductor, session and worker cost. CPU seconds of each process say where it goes. Needs ``tools/engine_venv.py
-vllm``.
+vllm``. With ``--in-front`` the conductor is in front of that very ``vllm serve``, in place of a worker.
 
     python -m benchmarks.engines.small_prompts
+    python -m benchmarks.engines.small_prompts --in-front
 """
 
 from __future__ import annotations
@@ -96,12 +97,14 @@ def _running(command: list[str | Path], log: str) -> Iterator[psutil.Process]:
 
 
 @contextlib.contextmanager
-def plain(dtype: str) -> Iterator[Arm]:
-    """``vllm serve``."""
+def plain(dtype: str, in_front: bool) -> Iterator[Arm]:
+    """``vllm serve``; ``in_front``: with the options that a conductor in front of it uses."""
     port = clusters.free_port()
     flags = ["--port", str(port), "--dtype", dtype, "--enforce-eager", "--max-model-len", str(CONTEXT_TOKENS)]
     flags += ["--block-size", str(BLOCK_TOKENS), "--max-num-batched-tokens", str(STEP_TOKENS)]
     flags += ["--prefix-caching-hash-algo", "sha256_cbor", "--disable-uvicorn-access-log"]
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{clusters.free_port()}"}
+    flags += ["--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"] if in_front else []
     command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, *flags]
     with _running(command, "vllm-serve.log") as process:
         yield Arm(f"http://127.0.0.1:{port}", {"vllm serve": process})
@@ -120,6 +123,16 @@ def behind_conductor(dtype: str) -> Iterator[Arm]:
         conductor = [Path(sys.executable), "-m", "tanghulu", "conductor", "--port", str(port), *master]
         with _running(worker, "vllm-worker.log") as first, _running(conductor, "conductor.log") as second:
             yield Arm(f"http://127.0.0.1:{port}", {"conductor": second, "worker": first})
+
+
+@contextlib.contextmanager
+def in_front_of(arm: Arm) -> Iterator[Arm]:
+    """A conductor in front of the server of ``arm``."""
+    _until_served(arm)
+    port = clusters.free_port()
+    command = [Path(sys.executable), "-m", "tanghulu", "conductor", "--port", str(port), "--log-level", "warning"]
+    with _running([*command, "--engine", f"vllm={arm.url}"], "conductor.log") as process:
+        yield Arm(f"http://127.0.0.1:{port}", {"conductor": process, **arm.processes})
 
 
 def _until_served(arm: Arm) -> None:
@@ -188,11 +201,15 @@ def summary(rows: list[Row]) -> Row:
 @click.option("--turns", "num_turns", default=6)
 @click.option("--seed", default=1)
 @click.option("--dtype", default="bfloat16")
+@click.option("--in-front", is_flag=True, help="The conductor is in front of the same vllm serve.")
 @click.option("--keep/--no-keep", "kept", default=True)
-def main(num_requests: int, num_turns: int, seed: int, dtype: str, kept: bool) -> None:
+def main(num_requests: int, num_turns: int, seed: int, dtype: str, in_front: bool, kept: bool) -> None:
     if not (PYTHON.exists() and MODEL.exists()):
         raise SystemExit("vLLM's environment is missing: tools/engine_venv.py vllm")
-    with plain(dtype) as first, behind_conductor(dtype) as second:
+    with (
+        plain(dtype, in_front) as first,
+        in_front_of(first) if in_front else behind_conductor(dtype) as second,
+    ):
         arms = {"vllm serve": first, "behind the conductor": second}
         for arm in arms.values():
             _until_served(arm)
@@ -203,7 +220,14 @@ def main(num_requests: int, num_turns: int, seed: int, dtype: str, kept: bool) -
     print(summary(rows))
     if kept:
         load = os.getloadavg()[0]
-        keep("small_prompts", rows, seed=seed, summary=summary(rows), dtype=dtype, load_average=round(load, 2))
+        keep(
+            "small_prompts_in_front" if in_front else "small_prompts",
+            rows,
+            seed=seed,
+            summary=summary(rows),
+            dtype=dtype,
+            load_average=round(load, 2),
+        )
 
 
 if __name__ == "__main__":

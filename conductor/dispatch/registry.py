@@ -371,7 +371,10 @@ class Registry:
         except TimeoutError:
             assert liveness is not None, "nobody else ends its patience"
             _log.warning("worker.silent", worker=worker.id, seconds=liveness.limit_s)
-        return NodeUnavailable(f"worker {worker.id} sent no step for {self._worker_timeout_s:g} s")
+        return NodeUnavailable(
+            f"worker {worker.id} sent no step for {self._worker_timeout_s:g} s; if its steps take that long, raise "
+            "--worker-timeout-s"
+        )
 
     def _begin(self, worker: RegisteredWorker, session: AnySession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:

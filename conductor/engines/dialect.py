@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -131,6 +132,16 @@ class EngineAnswer(ABC):
     @abstractmethod
     def read(self, data: bytes) -> AnswerPiece:
         """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""
+
+    def read_all(self, batch: Sequence[bytes]) -> AnswerPiece:
+        """Return the contents of events that came together, as one piece."""
+        first, *others = (self.read(data) for data in batch)
+        for piece in others:
+            first.tokens += piece.tokens
+            first.logprobs += piece.logprobs
+            first.finish = piece.finish or first.finish
+            first.cached_tokens = piece.cached_tokens if piece.cached_tokens is not None else first.cached_tokens
+        return first
 
     def fail_with(self, error: StreamError | None) -> None:
         """Raise the engine's error, if there is one."""

@@ -19,7 +19,8 @@ the latter decides whether a prefix can be used. So once a group with full atten
 skipped.
 
 If numbers are missing, the reader requests a replay from the first missing one; if the publisher no longer has all of
-them, the worker's blocks are cleared, and return as they are used.
+them, the worker's blocks are cleared, and return as they are used. Messages sent before the subscription took effect,
+or dropped at the end of a burst, show no gap: after a pause, the reader requests what may have come since the last.
 """
 
 from __future__ import annotations
@@ -46,10 +47,15 @@ FULL_ATTENTION = ("full_attention", "mla_attention", "sink_full_attention", None
 #: Position of the medium in an array event.
 _MEDIUM_AT = {"BlockStored": 6, "BlockRemoved": 2}
 REPLAY_TIMEOUT_S = 5.0
+#: Seconds without a message after which missed ones are requested, at first and later.
+FIRST_PAUSE_S, PAUSE_S = 0.2, 5.0
 #: Most messages and bytes of one replay; if it would be longer, the blocks are cleared instead.
 MAX_REPLAYED, MAX_REPLAYED_BYTES = 1 << 16, 256 << 20
 #: Initial and longest pause before a failed subscription is retried.
 _RETRY_S, _RETRY_MOST_S = 0.1, 10.0
+_NO_LIMIT = 1 << 63
+#: Messages of a replay that are read before anything else runs, and that are recognised when they arrive late.
+_AT_ONCE = 64
 
 
 def parse_sources(text: str) -> dict[InstanceId, EventEndpoints]:
@@ -170,6 +176,7 @@ class VllmFollower:
         self._numbers, self._decoder = Numbers(), new_decoder()
         #: Whether every event since the publisher's start was applied.
         self.is_complete = False
+        self._ahead: dict[int, bytes] = {}  # replayed messages that may still arrive
         self._rare_log = RareLog(_log, worker=worker)
 
     async def run(self) -> None:
@@ -191,8 +198,12 @@ class VllmFollower:
         try:
             socket.subscribe(b"")
             socket.connect(self._endpoints.events)
+            pause_s = FIRST_PAUSE_S if self._endpoints.replay else None
             while True:
-                await self._take(await socket.recv_multipart())
+                if await socket.poll(pause_s and 1000 * pause_s):
+                    await self._take(await socket.recv_multipart())
+                else:
+                    pause_s = PAUSE_S if await self._catch_up(self._numbers.next or 0, None) else None
         finally:
             socket.close(0)
 
@@ -206,6 +217,9 @@ class VllmFollower:
             self._rare_log.warning("vllm.not_an_event", frames=[len(frame) for frame in frames[:4]])
             return
         number, numbers = int.from_bytes(frames[1], "big"), self._numbers
+        if self._ahead.get(number) == frames[2]:
+            return
+        self._ahead = {}
         if numbers.restarted(number):
             self._apply(KvChange(cleared=True))
         first = numbers.missing(number)
@@ -225,22 +239,31 @@ class VllmFollower:
         if not number:
             self.is_complete = True
 
-    async def _catch_up(self, first: int, number: int) -> None:
-        """Read the messages missing before ``number``, as far as they are available; the rest is lost."""
-        missed: dict[int, bytes] = {}
+    async def _catch_up(self, first: int, number: int | None) -> bool:
+        """Read the messages from ``first`` to before ``number`` (None: to the last), as far as they are available.
+
+        The rest is lost. Returns whether the publisher answered.
+        """
+        missed: dict[int, bytes] | None = None
         if self._endpoints.replay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                    missed = await self._replay(first, number)
-        begin = number
-        while begin - 1 in missed:
+                    missed = await self._replay(first, _NO_LIMIT if number is None else number)
+        found = missed or {}
+        if number is None:
+            self._ahead = dict(list(found.items())[-_AT_ONCE:])
+        begin = end = number if number is not None else max(found, default=first - 1) + 1
+        while begin - 1 in found:
             begin -= 1
         if begin > first:
             self.is_complete = False
             self._rare_log.warning("vllm.events_lost", first=first, last=begin - 1)
             self._apply(KvChange(cleared=True))
-        for each in range(begin, number):
-            self._read(each, missed[each])
+        for each in range(begin, end):
+            self._read(each, found[each])
+            if not each % _AT_ONCE:
+                await asyncio.sleep(0)
+        return missed is not None
 
     async def _replay(self, first: int, number: int) -> dict[int, bytes]:
         """Return the messages from ``first`` to before ``number`` still available; none if the answer is malformed."""

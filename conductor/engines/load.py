@@ -4,7 +4,8 @@ Our requests are counted from their submission, so that no report lags behind th
 show beyond them belongs to other clients: with 5 running there and 3 of ours at that moment, 2 are others'.
 
 Speed is measured from outside: the time to a request's first token, from when nothing of ours was ahead of it, and the
-gaps between tokens while nothing is prefilled (the shapes of `session.speed`).
+gaps between tokens while nothing is prefilled (the shapes of `session.speed`). Prompts computed in one step have their
+first tokens together, and that time is one of all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tanghulu.session.speed import SpeedMeter, StepWork
 
 #: Prompts are measured whole: their fixed part is not one of steps.
 _WHOLE_PROMPTS = 1 << 30
+#: First tokens this soon after another's, as a share of its time, were computed in the same step.
+_SAME_STEP = 0.1
 #: Free blocks of a server that does not state how many it has.
 _UNKNOWN_BLOCKS = 1 << 31
 
@@ -47,6 +50,29 @@ class Submitted:
         return self.num_tokens**2 - (self.num_tokens - self.rest_tokens) ** 2
 
 
+@dataclass(slots=True)
+class _Prefills:
+    """Prompts computed from ``began_s`` to ``ended_s``, beside ``num`` requests with ``context`` tokens in all."""
+
+    began_s: float
+    ended_s: float
+    num: int
+    context: int
+    num_prompts: int = 0
+    rest_tokens: int = 0
+    pairs: int = 0
+
+    def lasts(self, now_s: float) -> bool:
+        """Return whether a first token at ``now_s`` belongs to them."""
+        return now_s - self.ended_s <= _SAME_STEP * (self.ended_s - self.began_s)
+
+    def measured(self, meter: SpeedMeter) -> None:
+        """Feed the measurement to ``meter``."""
+        work = StepWork(self.rest_tokens, self.pairs, self.num, self.context)
+        num = self.num_prompts + self.num
+        meter.step(self.rest_tokens + self.num, num, self.ended_s - self.began_s, work)
+
+
 class EngineBook:
     """Requests in progress, and the last figures."""
 
@@ -58,7 +84,7 @@ class EngineBook:
         self._others_running = self._others_waiting = 0
         self._num_started = self._context = 0  # requests with tokens, and all their tokens
         self._pace = ""
-        self._free_s = 0.0  # when the last prefill of ours ended
+        self._prefills = _Prefills(0.0, 0.0, 0, 0)  # the last ones of ours
         self._meter = SpeedMeter(_WHOLE_PROMPTS, reads_peers=False)
 
     def __len__(self) -> int:
@@ -76,11 +102,16 @@ class EngineBook:
         if one is None:
             return
         num, context = self._num_started, self._context
+        before = self._prefills
+        if before.num_prompts and not (before.lasts(now_s) and (one.last_s or one.sent_s < before.ended_s)):
+            before.measured(self._meter)
+            before.num_prompts = 0
         if not one.last_s:
-            began_s = max(one.sent_s, self._free_s)
-            work = StepWork(one.rest_tokens, one.pairs, num, context)
-            self._meter.step(one.rest_tokens + num, 1 + num, now_s - began_s, work)
-            self._free_s = now_s
+            if not before.num_prompts:
+                self._prefills = _Prefills(max(one.sent_s, before.ended_s), now_s, num, context)
+            self._prefills.num_prompts += 1
+            self._prefills.rest_tokens += one.rest_tokens
+            self._prefills.pairs += one.pairs
             self._num_started += 1
             self._context += one.num_tokens
         elif num == len(self._ours) and (name == self._pace or self._pace not in self._ours):

@@ -320,8 +320,8 @@ class EngineSession:
             self._dialect.generate_path, self._dialect.body(call), _headers(call), call.hand_over
         )
         async with contextlib.aclosing(events):
-            async for data in events:
-                piece = stream.read(data)
+            async for batch in events:
+                piece = stream.read_all(batch)
                 cached = piece.cached_tokens if piece.cached_tokens is not None else cached
                 if last is not None:
                     continue

@@ -32,8 +32,8 @@ from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.session.load import DecodeProfile, PrefillProfile
 from tanghulu.types import InstanceId, Place
 
-#: Tokens prefilled at a time: the worker's default, as it does not report its own.
-ASSUMED_CHUNK_TOKENS = 512
+#: Tokens prefilled at a time: the worker's default, as it does not report its own; and the least seconds for them.
+ASSUMED_CHUNK_TOKENS, LEAST_CHUNK_S = 512, 1e-6
 
 
 def hidden_s(prefill_s: float, rest_tokens: int) -> float:
@@ -174,7 +174,9 @@ class WorkerView:
     def _derive_mixed(self, step_s: float) -> None:
         """Derive how prefills and decodes of the same worker slow each other."""
         self.batch = max(0, self.num_requests - self.num_waiting)
-        decode, chunk_s = self.decode_profile, ASSUMED_CHUNK_TOKENS * self.cost.token_s
+        # Measurements of whole prompts may find all of their time in the other constants.
+        whole_s = self.cost.seconds(ASSUMED_CHUNK_TOKENS, 0)
+        decode, chunk_s = self.decode_profile, max(ASSUMED_CHUNK_TOKENS * self.cost.token_s, whole_s / 2, LEAST_CHUNK_S)
         if decode is None:
             decode = DecodeProfile(step_s, self._assumed_sequence_s(step_s))
         # Steps of one batch size alone reveal nothing about the cost of a sequence.

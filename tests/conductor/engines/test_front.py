@@ -7,6 +7,9 @@ import json
 
 import pytest
 
+from tanghulu.conductor.engines.vllm import VllmStream
+from tanghulu.errors import TanghuluError
+from tanghulu.session.outputs import FinishReason
 from tests.conductor.engines.fake_vllm import FakeVllm, write_model
 from tests.conductor.fake_worker import TEMPLATE, TOKENIZER
 
@@ -206,3 +209,14 @@ async def test_missing_folder_names_the_option(fronts, folder):
         worker = f"127.0.0.1:{server.port}"
         workers = front.cluster.registry.workers
         await front.cluster.until(lambda: worker in workers and "model=FOLDER" in workers[worker].last_error)
+
+
+def test_events_that_came_together_are_one_piece():
+    def event(*ids: int, reason: str | None = None) -> bytes:
+        return json.dumps({"choices": [{"token_ids": ids, "finish_reason": reason}]}).encode()
+
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 8}}}).encode()
+    piece = VllmStream("w").read_all([event(5), event(6, 7), event(8, reason="length"), usage])
+    assert (piece.tokens, piece.finish, piece.cached_tokens) == ([5, 6, 7, 8], FinishReason.LENGTH, 8)
+    with pytest.raises(TanghuluError, match="it broke"):
+        VllmStream("w").read_all([event(5), b'{"error": {"message": "it broke", "code": 500}}'])

@@ -50,3 +50,21 @@ def test_speed_is_fitted_to_first_tokens_and_gaps():
     assert load.decode is not None
     assert abs(load.prefill.seconds(2000, 0) - 0.21) < 0.02
     assert abs(load.decode.seconds(1, 2000) - 0.02) < 0.002
+
+
+def test_prompts_of_one_step_are_measured_together():
+    """Their first tokens come one behind the other: the second did not take a microsecond."""
+    book, now_s, draw = EngineBook(1000, 4), 1.0, random.Random(7)
+    for number in range(20):
+        names = {f"{number}/{i}": draw.randrange(200, 2000) for i in range(3)}
+        for name, num in names.items():
+            book.add(name, num, num, now_s)
+        now_s += 0.01 + 1e-4 * sum(names.values())
+        for name in names:
+            now_s += 1e-6
+            book.tokens(name, 1, now_s)
+        now_s += 0.1
+        for name in names:
+            book.tokens(name, 1, now_s)
+            book.end(name)
+    assert abs(book.load().prefill.seconds(2000, 0) - 0.21) < 0.07

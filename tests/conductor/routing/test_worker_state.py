@@ -15,7 +15,7 @@ from tanghulu.conductor.routing.expected_output import (
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import make_policy
 from tanghulu.conductor.routing.worker_state import LoadTracker
-from tanghulu.session.load import WorkerLoad
+from tanghulu.session.load import PrefillProfile, WorkerLoad
 from tanghulu.types import InstanceId, Role
 
 WORKER = InstanceId("w")
@@ -167,3 +167,12 @@ def test_an_idle_worker_is_chosen_over_the_holder_of_the_prefix_if_that_has_no_s
     policy = make_policy("ttft-min")
     assert policy.choose(request, views).prefill == chosen
     assert policy.choose_decode(request, views) == chosen
+
+
+@pytest.mark.parametrize("fitted", [PrefillProfile(fixed_s=0.2), PrefillProfile(pair_s=1e-6), PrefillProfile()])
+def test_a_fit_without_time_for_single_tokens(fitted):
+    """Measurements of whole prompts may find their time in the fixed part, or in pairs of tokens."""
+    tracker = LoadTracker()
+    tracker.report(WorkerLoad(num_running=4, blocks_total=9, blocks_free=9, decode_step_s=0.02, prefill=fitted))
+    view = tracker.view(WORKER, Role.BOTH, 0)
+    assert view.slowdown < 10 or fitted == PrefillProfile()

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tanghulu.conductor.engines import events
 from tanghulu.conductor.engines.events import (
     EventDecoder,
     Numbers,
@@ -164,6 +165,33 @@ async def test_following_a_publisher():
                 await publisher.pub.send_multipart(frames)
             await publisher.tell(3, ["BlockStored", [7], None, [], 2, None])
             assert await heard.get() == KvChange(stored=(number(7),))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        publisher.context.destroy(0)
+
+
+async def test_messages_that_show_no_gap_are_requested(monkeypatch):
+    """Of before the subscription, and the last ones of a burst; one that arrives late changes nothing."""
+    monkeypatch.setattr(events, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(events, "PAUSE_S", 0.01)
+    zmq = pytest.importorskip("zmq")
+    pytest.importorskip("zmq.asyncio")
+    publisher, heard = Publisher(zmq, pytest.importorskip("msgspec.msgpack").encode), asyncio.Queue()
+    await publisher.tell(0, ["BlockStored", [1], None, [], 2, None], lost=True)
+    follower = VllmFollower(WORKER, publisher.endpoints, heard.put_nowait)
+    tasks = [asyncio.create_task(follower.run()), asyncio.create_task(publisher.serve_replay())]
+    try:
+        async with asyncio.timeout(30):
+            assert await heard.get() == KvChange(stored=(number(1),))
+            assert follower.is_complete
+            await publisher.pub.recv()
+            await publisher.tell(1, ["BlockStored", [2], 1, [], 2, None], lost=True)
+            assert await heard.get() == KvChange(stored=(number(2),))
+            await publisher.pub.send_multipart((b"kv", number(1), publisher.kept[1]))
+            await publisher.tell(2, ["BlockStored", [3], 2, [], 2, None])
+            assert await heard.get() == KvChange(stored=(number(3),))
     finally:
         for task in tasks:
             task.cancel()
