@@ -77,6 +77,8 @@ class Vllm:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
+            # Its processes would write between a program's lines, and within them.
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         }
 
     def log_text(self) -> str:

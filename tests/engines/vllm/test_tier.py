@@ -46,6 +46,7 @@ def test_another_process_loads_the_prefix_and_says_the_same(vllm: Vllm, store: C
     *narrow, end = vllm.run(ENGINE, spec_of(store, prompts[:2], host_bytes=4 * BLOCK_BYTES))
     assert end == {"unpinned": True}
     assert [each["answered"] for each in narrow] == [each["answered"] for each in cold[:2]]
+    assert narrow[0]["cached"] == 4 * 64, "as much as fits"
 
 
 def test_connector_and_tier_have_nothing_in_common(vllm: Vllm, store: Cluster) -> None:
