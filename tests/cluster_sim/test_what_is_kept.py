@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from tanghulu.conductor.inference.generation import GenerationCall, TextRules
+from tanghulu.conductor.routing import expected_output
 from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.stories.book import StoryBook
 from tanghulu.eviction import reuse
@@ -101,6 +102,7 @@ class Counting(World):
 def test_as_many_requests_again_leave_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "MIN_GHOSTS", 16)  # so that they are full soon
     monkeypatch.setattr(reuse, "MAX_PAIRS", 8)
+    monkeypatch.setattr(expected_output, "MOST_PREFIXES", 16)
     world = Counting((Role.PREFILL, Role.DECODE))
     world.run()
     warm, end = world.kept
