@@ -60,7 +60,8 @@ class Played:
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                data = await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0] or 0))
+                length = head.lower().partition(b"content-length: ")[2].split(b"\r")[0]
+                data = await reader.readexactly(int(length or 0))
                 if (path := head.split(b" ")[1]) == b"/v1/completions":
                     body = json.loads(data)
                     self.keep(body["prompt"])
