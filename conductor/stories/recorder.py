@@ -12,8 +12,8 @@ each file and never written: they say nothing about the text, and files cannot b
 not recorded; models with blocks of another size have files of their own.
 
 A file is a sequence of gzip members, one a batch: it can be read at any time, also after a crash. It is replaced when
-it reaches FILE_BYTES. A thread compresses and writes. If the disk is full, or slower than the requests for so long that
-MAX_WAITING blocks of them wait, further ones are counted as dropped.
+it reaches FILE_BYTES. A thread compresses and writes. Requests are counted as dropped while the disk is full, or while
+MAX_WAITING blocks wait because it is too slow.
 """
 
 from __future__ import annotations
