@@ -21,6 +21,7 @@ from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.engines.servers import FILE_HELP as ENGINES_HELP
 from tanghulu.conductor.engines.servers import HELP as ENGINE_HELP
 from tanghulu.conductor.engines.source import Engines
+from tanghulu.conductor.explain.explainer import Explainer
 from tanghulu.conductor.grpc_api.servicer import InferencePort
 from tanghulu.conductor.http.app import make_app
 from tanghulu.conductor.http.envelope import Envelope
@@ -138,6 +139,12 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     record: Path | None = option(
         None, "directory for traces of all requests, for tanghulu replay: times, lengths and shared prefixes, no text"
     )
+    explain_memory: int = option(
+        64 << 20, "memory for recent prompts, by which cache misses are explained; 0 disables that", size=True, least=0
+    )
+    explain_text: bool = option(
+        False, "quote prompts where explanations of cache misses name the characters that differ"
+    )
     otlp_endpoint: str = option("", "OpenTelemetry collector for request spans, such as http://host:4318 (extra otel)")
     grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one, -1 disables it", least=-1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
@@ -208,6 +215,7 @@ class Conductor:
         self._recorder = Recorder(config.record, self.metrics.recorded_requests) if config.record else None
         if self._recorder is not None:
             self.dispatcher.record = self._recorder.add
+        self.explainer = Explainer.of(self.dispatcher, config.explain_memory, self.metrics, config.explain_text)
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)

@@ -40,6 +40,11 @@ class ConductorMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.generated_tokens = counter("generated_tokens", "Tokens generated for clients")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
+        self.explained_tokens = counter(
+            "explained_prompt_tokens",
+            "Prompt tokens by source (worker, peer, store, ssd) or by the cause of computing them, and by API key",
+            *("model", "key", "reason"),
+        )
         self.migrations = Counter(
             "tanghulu_migrations",
             "Moves of requests that lost their worker: before or behind their first token, how exactly the text goes "

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -53,6 +53,7 @@ from tanghulu.conductor.routing.overrides import RoutingPolicies
 from tanghulu.conductor.routing.profiles import ProfileFile
 from tanghulu.conductor.routing.requests import NO_TIMEOUTS, GenerationRequest, PromptLogprobs, Timeouts
 from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.conductor.stories.account import Explanation
 from tanghulu.conductor.stories.book import StoryBook
 from tanghulu.conductor.stories.recorder import EndedRequest
 from tanghulu.conductor.stories.story import Story
@@ -60,8 +61,8 @@ from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.session.messages import SessionWelcome, StepOutput
-from tanghulu.session.outputs import KvSource, Output, PrefixHolder
-from tanghulu.types import InstanceId, Place, RequestId
+from tanghulu.session.outputs import FinishReason, KvSource, Output, PrefixHolder
+from tanghulu.types import BlockHash, InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
 #: Pause before resending a request that was refused more than once.
@@ -112,6 +113,21 @@ class _Entry:
     not_before_s: float = 0.0
     deadline: asyncio.TimerHandle | None = None
     alarm: asyncio.TimerHandle | None = None
+    #: What ``explainer`` has recorded of it.
+    asked: Any = None
+
+
+class PromptExplainer(Protocol):
+    """Explains which tokens of prompts were computed, and why; called at each event that it needs to know of."""
+
+    def joined(self, cached: Sequence[BlockHash]) -> None:
+        """Record that a worker has joined with ``cached`` blocks."""
+
+    def routed(self, before: Any, flight: Flight, model: ServedModel, route: RoutedRequest) -> Any:
+        """Record that a request was routed; return its record, given as ``before`` if it is routed again."""
+
+    def ended(self, asked: Any, flight: Flight, model: ServedModel, outcome: str) -> Explanation | None:
+        """Explain a request that has ended, from its record; ``outcome`` is "" if it was served."""
 
 
 class Dispatcher:
@@ -137,11 +153,12 @@ class Dispatcher:
         self.own = OwnRequests()
         self.peers = PeerRequests(self.router.in_flight, self._load_of)
         self.stories = StoryBook(metrics.phases)
+        self.explainer: PromptExplainer | None = None
         #: Called with each request that has ended, if set.
         self.record: Callable[[EndedRequest], None] | None = None
         self._metrics = metrics
         self._limits = limits
-        self._clock = clock
+        self.clock = clock
         self._entries: dict[RequestId, _Entry] = {}
         self._queue: WaitingQueue[_Entry] = WaitingQueue(limits.order)
         self._submissions: dict[str, _Entry] = {}
@@ -160,7 +177,7 @@ class Dispatcher:
     @property
     def now_s(self) -> float:
         """Current time of this dispatcher's clock."""
-        return self._clock.now_s()
+        return self.clock.now_s()
 
     def flights(self) -> list[dict[str, Any]]:
         """Return the requests in progress, for people, oldest first."""
@@ -188,7 +205,7 @@ class Dispatcher:
         """
         assert request.id not in self._entries, f"request id {request.id} is in use"
         self.router.check_overrides(request.routing)
-        now_s, timeouts = self._clock.now_s(), request.timeouts.within(self._limits.timeouts)
+        now_s, timeouts = self.clock.now_s(), request.timeouts.within(self._limits.timeouts)
         flight = Flight(request, self._limits.moves)
         served = model.card.model
         story = self.stories.begin(request.id, name, served, len(request.prompt), now_s, request.origin)
@@ -197,7 +214,7 @@ class Dispatcher:
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
             self._perform(entry, entry.flight.refuse(error))
-            self.stories.over(story, self._clock.now_s())
+            self.stories.over(story, self.clock.now_s())
             raise error
         entry.flight.admit()
         self._entries[request.id] = entry
@@ -233,12 +250,14 @@ class Dispatcher:
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Copy the worker's cache contents from its welcome, and send requests waiting for a worker."""
         self.mirror.welcome(worker.id, welcome)
+        if self.explainer is not None:
+            self.explainer.joined(welcome.cached_blocks)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
 
     def worker_step(self, worker: RegisteredWorker, step: StepOutput) -> None:
         """Hand each request its part of the step."""
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         for output in step.outputs:
             if output.source is not None and output.finish is None:  # the prefill continues
                 self._pass_on(output.request_id, partial(Flight.on_export, source=output.source))
@@ -325,7 +344,7 @@ class Dispatcher:
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
         client = None if front else request.client
         self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, client, request.weight)
-        waited_s = self._clock.now_s() - entry.refused_s if entry.refused_s is not None else 0.0
+        waited_s = self.clock.now_s() - entry.refused_s if entry.refused_s is not None else 0.0
         wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
         entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
 
@@ -349,12 +368,12 @@ class Dispatcher:
             entry.alarm = None
         due_s = entry.deadlines.due_s
         if not math.isinf(due_s):
-            wait_s = due_s - self._clock.now_s()
+            wait_s = due_s - self.clock.now_s()
             entry.alarm = asyncio.get_running_loop().call_later(wait_s, self._look_at_deadlines, entry)
 
     def _look_at_deadlines(self, entry: _Entry) -> None:
         entry.alarm = None
-        if missed := entry.deadlines.missed(self._clock.now_s()):
+        if missed := entry.deadlines.missed(self.clock.now_s()):
             self._perform(entry, entry.flight.fail(DeadlineExceeded(missed)))
             self._pump()
         else:
@@ -364,7 +383,7 @@ class Dispatcher:
         """Submit all eligible requests in queue order. A model without workers does not hold up the others."""
         if len(self._submissions) >= self._limits.max_in_flight:
             return
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         for entry in self._queue:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
@@ -381,7 +400,7 @@ class Dispatcher:
             return
         if not self.registry.usable(entry.model):
             return
-        began_s = self._clock.now_s()
+        began_s = self.clock.now_s()
         route = self.router.choose(flight, entry.model)
         if route.decision is None:
             return
@@ -393,9 +412,11 @@ class Dispatcher:
         if not flight.generated and (objection := self._objection(entry, route)):
             self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
             return
+        if self.explainer is not None and not flight.generated:
+            entry.asked = self.explainer.routed(entry.asked, flight, entry.model, route)
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
         entry.holder, entry.holders = self.router.holder_of(route), route.hits.workers
-        self.router.note_fetch(route, flight, entry.model, self._clock.now_s())
+        self.router.note_fetch(route, flight, entry.model, self.clock.now_s())
         if decode != prefill:
             self.registry.workers[decode].load.reserve_decode(flight.request.id, entry.num_blocks)
             entry.reserved = decode
@@ -407,7 +428,7 @@ class Dispatcher:
         if not self._limits.admission:
             return ""
         seen = forecast(route.request, route.workers, route.decision)
-        return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
+        return self._limits.admission.objection(seen, self.clock.now_s() - entry.arrived_s)
 
     # --- carrying out instructions
 
@@ -459,7 +480,7 @@ class Dispatcher:
         self._untrack(entry)
         self._submissions[to.wire_id] = entry
         entry.wire_id = to.wire_id
-        entry.story.sent(worker.id, self._clock.now_s())
+        entry.story.sent(worker.id, self.clock.now_s())
         flight.counts_late = worker.session.counts_late
         entry.counts.exactness = worker.session.exactness(flight.request) if flight.generated else NOTHING_TO_CONTINUE
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
@@ -490,7 +511,7 @@ class Dispatcher:
 
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
-        entry.story.handed_over(self._clock.now_s())
+        entry.story.handed_over(self.clock.now_s())
         reserved = entry.reserved
         self._withdraw(entry)
         worker, entry.holder = self.router.decode_worker(entry.flight, entry.model, reserved, entry.holders)
@@ -519,7 +540,7 @@ class Dispatcher:
         self._perform(entry, entry.flight.on_worker_lost(error, loss))
 
     def _requeue(self, entry: _Entry, why: Requeue) -> None:
-        flight, now_s, reason = entry.flight, self._clock.now_s(), why.reason
+        flight, now_s, reason = entry.flight, self.clock.now_s(), why.reason
         _log.info(
             "request.redispatched",
             request=flight.request.id,
@@ -547,7 +568,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
 
     def _end(self, entry: _Entry, end: End) -> None:
-        flight, story, now_s = entry.flight, entry.story, self._clock.now_s()
+        flight, story, now_s = entry.flight, entry.story, self.clock.now_s()
         self._leave_queue(entry)
         if entry.alarm is not None:
             entry.alarm.cancel()
@@ -569,6 +590,9 @@ class Dispatcher:
             )
             self.record(ended)
         entry.counts.ended(end, now_s)
+        if self.explainer is not None and entry.asked is not None:
+            failed = status_of(end).name.lower() if end.error or end.reason is FinishReason.ABORTED else ""
+            story.explanation = self.explainer.ended(entry.asked, flight, entry.model, failed)
         story.cached_tokens, story.generated_tokens = flight.cached_tokens or 0, len(flight.generated)
         story.ended(status_of(end), now_s, end.error.code.lower() if end.error is not None else "")
         _log.debug("request.ended", request=flight.request.id, state=flight.state.name, tokens=len(flight.generated))

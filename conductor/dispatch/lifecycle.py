@@ -30,7 +30,7 @@ from msgspec import Struct, field, structs
 from tanghulu.conductor.routing.requests import GenerationRequest, PromptLogprobs
 from tanghulu.errors import NodeUnavailable, Overloaded, RequestKillsWorkers, TanghuluError
 from tanghulu.hashing import Tokens, TokenSequence
-from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
+from tanghulu.session.outputs import FinishReason, KvLoad, KvSource, Output, TokenLogprobs
 from tanghulu.session.sampling import PromptScoring
 from tanghulu.types import BlockHash, InstanceId
 
@@ -201,6 +201,8 @@ class Flight:
         self.wire_id = ""
         self.source: KvSource | None = None
         self.cached_tokens: int | None = None
+        #: What was loaded of the prompt, after that which its first worker had.
+        self.loads: Sequence[KvLoad] = ()
         #: Whether its worker knows the cached tokens at the end only; before, it estimates them.
         self.counts_late = False
         #: Counted moves, and deaths of workers, since the last token.
@@ -301,7 +303,7 @@ class Flight:
             return self.fail(NodeUnavailable(f"worker {self.worker} gives no log probabilities of prompts"))
         is_late = finish is not None and self.counts_late and self.num_submissions == 1
         if is_late or (self.cached_tokens is None and (output.tokens or finish is not None)):
-            self.cached_tokens = output.cached_tokens
+            self.cached_tokens, self.loads = output.cached_tokens, output.loads
         instructions = self._take(output)
         if is_handed_over:
             return instructions + self._on_handed_over(source)

@@ -30,7 +30,7 @@ from tanghulu.types import BlockHash, InstanceId, Place
 class RoutedRequest(Struct, frozen=True):
     """A decision with the views it was based on. ``rest_tokens``: tokens left to the prefill worker.
 
-    ``workers`` stay as they were until the next decision or worker report.
+    ``workers`` stay as they were until the next decision or worker report. ``coming`` are blocks being computed.
     """
 
     decision: Decision | None
@@ -38,6 +38,7 @@ class RoutedRequest(Struct, frozen=True):
     workers: Sequence[WorkerView]
     hits: Hits
     policy: str
+    coming: Mapping[InstanceId, int] = {}
 
     @property
     def holder(self) -> tuple[InstanceId, int] | None:
@@ -175,7 +176,7 @@ class Router:
     ) -> tuple[InstanceId | None, Mapping[InstanceId, int]]:
         """Return the policy's current choice, and the number of blocks each worker has."""
         policy = self.policies.of(flight.request.routing)
-        request, workers, hits = self._views(policy, flight, model)
+        request, workers, hits, _ = self._views(policy, flight, model)
         holder = self._registry.workers.get(exporter) if exporter is not None else None
         if holder is not None and request.links is not None:
             request = structs.replace(request, kv_place=holder.place)
@@ -203,7 +204,7 @@ class Router:
 
     def rest_s(self, flight: Flight, model: ServedModel) -> float:
         """Return seconds of prefill for the tokens of ``flight`` not cached anywhere, on the fastest worker."""
-        request, workers, hits = self._views(self.policies.default, flight, model)
+        request, workers, hits, _ = self._views(self.policies.default, flight, model)
         hit_blocks = max([hits.store, *hits.workers.values()])
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
 
@@ -215,15 +216,15 @@ class Router:
         self.expected.check()
 
     def _route(self, policy: RoutingPolicy, flight: Flight, model: ServedModel) -> RoutedRequest:
-        request, workers, hits = self._views(policy, flight, model)
+        request, workers, hits, coming = self._views(policy, flight, model)
         decision = policy.choose(request, workers) if workers else None
         if decision is not None and self._registry.workers[decision.prefill].takes_whole_requests:
             decision = replace(decision, decode=decision.prefill)
-        return RoutedRequest(decision, request, workers, hits, policy.name)
+        return RoutedRequest(decision, request, workers, hits, policy.name, coming)
 
     def _views(
         self, policy: RoutingPolicy, flight: Flight, model: ServedModel
-    ) -> tuple[RequestView, Sequence[WorkerView], Hits]:
+    ) -> tuple[RequestView, Sequence[WorkerView], Hits, Mapping[InstanceId, int]]:
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hits = self._mirror.hits(sequence.block_hashes)
         request = RequestView(
@@ -245,7 +246,7 @@ class Router:
         avoid = flight.avoid | self._registry.too_short(model, len(sequence))
         ranks = policy.ranks and not (overrides.prefill or overrides.decode)
         shown = views_of(worker_views, avoid, ranks, hits.workers, coming)
-        return request, restricted(with_both_phases(shown), overrides), hits
+        return request, restricted(with_both_phases(shown), overrides), hits, coming
 
 
 def _most_output(flight: Flight) -> int:

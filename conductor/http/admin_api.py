@@ -17,6 +17,7 @@ from tanghulu.conductor.http.reply import dumps, note_sender, parse_held, readin
 from tanghulu.conductor.inference.preprocess import ParsedRequest, parse_chat, parse_completion, tokenise
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.inference.service import Service
+from tanghulu.conductor.stories.account import Audience
 from tanghulu.conductor.stories.book import MAX_KEPT
 from tanghulu.conductor.text.preparing import in_thread, made_ready
 from tanghulu.conductor.text.served_model import ServedModel
@@ -116,13 +117,14 @@ def _add_stories(api: APIRouter, service: Service) -> None:
     stories = service.dispatcher.stories
 
     @api.get("/debug/requests")
-    async def requests(limit: Annotated[int, Query(ge=1, le=MAX_KEPT)] = 100) -> dict[str, Any]:
+    async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_KEPT)] = 100) -> dict[str, Any]:
         """Return where requests spent their time: those in progress, oldest first, then the most recently ended."""
         now_s = service.dispatcher.now_s
-        return {"requests": [story.summary(now_s) for story in stories.stories()[:limit]]}
+        audience = _audience(request)
+        return {"requests": [story.summary(now_s, audience) for story in stories.stories()[:limit]]}
 
     @api.get("/debug/requests/{name:path}")
-    async def one_request(name: str) -> dict[str, Any]:
+    async def one_request(name: str, request: Request) -> dict[str, Any]:
         """Return the stories of a request, by its id in the answer, its x-request-id or its trace id."""
         now_s = service.dispatcher.now_s
         found = stories.find(name)
@@ -130,7 +132,11 @@ def _add_stories(api: APIRouter, service: Service) -> None:
             raise RequestNotFound(
                 f"request {name[:128]!r} is neither in progress nor among the last {MAX_KEPT} that ended"
             )
-        return {"requests": [story.summary(now_s) for story in found]}
+        return {"requests": [story.summary(now_s, _audience(request)) for story in found]}
+
+
+def _audience(request: Request) -> Audience:
+    return Audience.of(getattr(request.state, "api_key", None), Audience.ADMIN)
 
 
 async def _parse_body(service: Service, body: bytes, request: Request, held: contextlib.ExitStack) -> ParsedRequest:

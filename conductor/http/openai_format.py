@@ -70,8 +70,10 @@ class ChunkWriter:
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, reason)
 
     def end(self) -> bytes:
-        """Return the usage chunk, if requested."""
-        return event(f'{self._head}],"usage":{dumps(usage(self._call))}}}') if self._include_usage else b""
+        """Return the chunk with the usage and the explanation of cache misses, as far as requested."""
+        fields = {"usage": usage(self._call)} if self._include_usage else {}
+        fields |= self._call.explanation
+        return event(f"{self._head}],{dumps(fields)[1:]}") if fields else b""
 
     def _chunk(self, index: int, middle: str, logprobs: Any, reason: str | None) -> bytes:
         before, behind = self._around(index, logprobs, reason)
@@ -101,6 +103,7 @@ def whole(call: GenerationCall, is_chat: bool, choices: Sequence[dict[str, Any]]
         "model": call.model.card.model,
         "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
         "usage": usage(call),
+        **call.explanation,
     }
 
 

@@ -99,6 +99,8 @@ def note_sender(body: RoutedBody, request: Request) -> None:
     if "trace" in state:
         origin = Origin(state["x_request_id"], state["trace"], state["began_s"], time.monotonic())
     body.came_from(_sender(request), state.get("api_key"), origin)
+    if request.headers.get("x-explain-cache") == "1":
+        body.explain_cache = True
 
 
 def _sender(request: Request) -> str:

@@ -212,6 +212,8 @@ class _Reader:
             "finish_reason": _finish_reason(generation, answer.finish),
             "e2e_latency": time.monotonic() - generation.stream.story.began_s,
         }
+        if answer.finish is not None and (explained := generation.explanation) is not None:
+            meta["cache_explanation"] = explained
         parts: list[bytes | bytearray] = [b'{"text":"', answer.text, b'"']
         if self._deltas or answer.finish is not None:
             parts += [b',"output_ids":[', answer.ids, b"]"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -129,6 +130,19 @@ class Hits:
     store: int
 
 
+class CacheWatcher(Protocol):
+    """Follows what the holders lose."""
+
+    def removed(self, holder: InstanceId, blocks: Iterable[BlockHash], *, is_store: bool) -> None:
+        """Record that ``holder``, of the store or a worker, has removed ``blocks``."""
+
+    def gone(self, holder: InstanceId) -> None:
+        """Record that ``holder`` has nothing any more."""
+
+
+_ALL_GONE = KvChange(cleared=True)
+
+
 class CacheMirror:
     """A mirror of all caches: the blocks of each worker and of each store node."""
 
@@ -142,6 +156,8 @@ class CacheMirror:
         #: Workers whose events are skipped until their snapshot arrives.
         self._behind: set[InstanceId] = set()
         self._num_parts: dict[str, int] = {}
+        #: Notified of removed blocks (of a store node or not), and of holders that are gone or empty; if set.
+        self.watcher: CacheWatcher | None = None
 
     def hits(self, block_hashes: Sequence[BlockHash]) -> Hits:
         return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
@@ -181,12 +197,21 @@ class CacheMirror:
             return False
         self._next_sequence[worker] = expected + len(changes)
         for change in changes:
+            self._watch(worker, change)
             for event in events_of(worker, change):
                 self._put(event)
         return True
 
+    def _watch(self, worker: InstanceId, change: KvChange) -> None:
+        if self.watcher is not None:
+            if change.cleared:
+                self.watcher.gone(worker)
+            if change.removed:
+                self.watcher.removed(worker, change.removed, is_store=False)
+
     def worker_gone(self, worker: InstanceId) -> None:
         """Forget a worker whose session ended."""
+        self._watch(worker, _ALL_GONE)
         self._put(Cleared(worker))
         self._next_sequence.pop(worker, None)
         self._behind.discard(worker)
@@ -209,9 +234,13 @@ class CacheMirror:
             case DirectoryEventKind.STORED:
                 self.store.apply(Stored(holder, self._stored_blocks(event.keys)))
             case DirectoryEventKind.REMOVED:
-                self.store.apply(Removed(holder, _blocks(event.keys)))
+                blocks = _blocks(event.keys)
+                self.store.apply(Removed(holder, blocks))
+                if self.watcher is not None:
+                    self.watcher.removed(holder, blocks, is_store=True)
             case DirectoryEventKind.NODE_GONE:
                 self.store.remove_holder(holder)
+                self._watch(holder, _ALL_GONE)
             case DirectoryEventKind.SYNCED:
                 self.directory_synced = True
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.token_stream import Arrivals, Delta, TokenStream
@@ -107,6 +107,12 @@ class Generation:
         """Prompt tokens not computed by any worker; available once the sequence has ended."""
         return self.stream.cached_tokens
 
+    @property
+    def explanation(self) -> dict[str, Any] | None:
+        """Where the prompt's tokens came from; available once the sequence has ended, None if it was not requested."""
+        explained, audience = self.stream.story.explanation, self.request.explain
+        return explained.shown(audience) if explained is not None and audience is not None else None
+
     def take(self) -> TextDelta:
         """Return the output since the last call; the last one has ``finish``. Raises the error of a failed request."""
         delta = self.stream.take()
@@ -199,6 +205,17 @@ class GenerationCall:
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed, summed over each prompt's first choice."""
         return sum(g.cached_tokens for g in self.generations[:: self.num_choices])
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether an explanation of cache misses was requested."""
+        return bool(self.generations) and self.generations[0].request.explain is not None
+
+    @property
+    def explanation(self) -> dict[str, Any]:
+        """The fields that explain cache misses, once the call has ended: of the prompt, or a list of several."""
+        shown = [g.explanation for g in self.generations[:: self.num_choices]] if self.is_explained else []
+        return {"cache_explanation": shown[0] if len(shown) == 1 else shown} if shown else {}
 
     @property
     def shows_scores(self) -> bool:

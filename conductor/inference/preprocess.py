@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
+from tanghulu.conductor.explain.place import message_starts
 from tanghulu.conductor.inference.generation import AnswerReader, TextRules
 from tanghulu.conductor.inference.grammars import MAX_GRAMMAR_CHARS
 from tanghulu.conductor.inference.messages import Message
@@ -111,6 +112,8 @@ async def parse_chat(
         most = _within_context(prompt, most, model)
     wanted = _Wanted(body, most, num_logprobs, scoring)
     parsed = await _parsed(model, [_truncated(prompt, body, wanted.max_tokens, model)], [wanted], body)
+    starts = message_starts(text, [message.get("content") for message in shown.messages])
+    parsed = replace(parsed, requests=[structs.replace(each, messages=starts) for each in parsed.requests])
     return await made_ready(body.is_large, _with_calls, parsed, shown.calls, shown.schema, form, is_open(text))
 
 
@@ -345,6 +348,7 @@ def _sequences(
                 each.scoring,
                 body.origin if not requests and not choice else body.origin and body.origin.beside(),
                 each.fields.seed is not None,
+                body.explain,
             )
             for choice in range(num_choices)
         ]

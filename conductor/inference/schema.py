@@ -28,6 +28,7 @@ from tanghulu.conductor.inference.messages import MAX_MESSAGES, Messages, Tool
 from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import Timeouts
+from tanghulu.conductor.stories.account import Audience
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.conductor.text.stop_regex import MAX_PATTERN_CHARACTERS
 from tanghulu.conductor.text.stop_strings import MAX_GENERATE_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
@@ -217,6 +218,8 @@ class RoutedBody(Body):
     """Seconds from the request's arrival."""
     token_timeout: TimeoutSeconds | None = None
     """Seconds from each token to the next."""
+    explain_cache: bool | None = None
+    """Add cache_explanation to the answer; also by the header x-explain-cache: 1."""
 
     _sender: str = PrivateAttr("")
     _key: ApiKey | None = PrivateAttr(None)
@@ -230,6 +233,11 @@ class RoutedBody(Body):
     def origin(self) -> Origin | None:
         """The HTTP request that carried the body."""
         return self._origin
+
+    @property
+    def explain(self) -> Audience | None:
+        """For whom the prompt's cache misses are explained; None if that was not requested."""
+        return Audience.of(self._key, Audience.OPERATOR) if self.explain_cache else None
 
     @property
     def weight(self) -> float:

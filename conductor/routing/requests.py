@@ -7,6 +7,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides
+from tanghulu.conductor.stories.account import Audience
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.hashing import Tokens
 from tanghulu.session.outputs import PromptScores
@@ -42,7 +43,8 @@ class GenerationRequest(Struct, frozen=True, eq=False):
 
     ``client`` takes turns with others in the queue, ``weight`` of them for each of another's; "" if unknown.
     ``timeouts`` are its own. ``origin`` is the HTTP request that carried it, if any.
-    ``seed_given`` by the client, rather than drawn here.
+    ``seed_given`` by the client, rather than drawn here. ``explain`` the prompt's cache misses to this audience, if
+    any; ``messages`` are the positions of a chat's messages in its rendered text.
     """
 
     id: RequestId
@@ -60,6 +62,8 @@ class GenerationRequest(Struct, frozen=True, eq=False):
     scoring: PromptScoring | None = None
     origin: Origin | None = None
     seed_given: bool = False
+    explain: Audience | None = None
+    messages: tuple[int, ...] = ()
 
 
 class PromptLogprobs(Struct, frozen=True, eq=False):

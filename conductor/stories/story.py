@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
+from tanghulu.conductor.stories.account import Audience, Explanation
 from tanghulu.conductor.stories.origin import Origin
 from tanghulu.session.outputs import PhaseTimes
 from tanghulu.types import InstanceId
@@ -107,6 +108,7 @@ class Story:
         "began_s",
         "cached_tokens",
         "code",
+        "explanation",
         "generated_tokens",
         "id",
         "model",
@@ -127,6 +129,7 @@ class Story:
         self.origin = origin
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = self.generated_tokens = 0
+        self.explanation: Explanation | None = None
         self.status: RequestStatus | None = None
         self.code = ""
         self.parts: list[StoryPart] = []
@@ -208,8 +211,8 @@ class Story:
             totals[phase] = totals.get(phase, 0.0) + now_s - self._last_s
         return totals
 
-    def summary(self, now_s: float = 0.0) -> dict[str, Any]:
-        """Return the story for people and programs, without any text of the request."""
+    def summary(self, now_s: float = 0.0, audience: Audience = Audience.CLIENT) -> dict[str, Any]:
+        """Return the story for people and programs, without any text of the request but what ``audience`` may see."""
         origin = self.origin
         return {
             "id": self.id,
@@ -225,6 +228,7 @@ class Story:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "generated_tokens": self.generated_tokens,
+            **({"cache": self.explanation.shown(audience)} if self.explanation is not None else {}),
         }
 
     def _shown(self, number: int, visit: Visit, now_s: float) -> dict[str, Any]:

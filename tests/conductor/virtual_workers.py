@@ -6,13 +6,14 @@ import heapq
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
-from tanghulu.conductor.dispatch.token_stream import Arrivals
+from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.requests import GenerationRequest
@@ -22,7 +23,7 @@ from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.session.load import WorkerLoad
 from tanghulu.session.messages import SessionWelcome, StepOutput
 from tanghulu.session.model_card import ModelCard
-from tanghulu.session.outputs import KvChange, KvSource, Output
+from tanghulu.session.outputs import KvChange, KvLoad, KvSource, Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
@@ -114,6 +115,8 @@ class VirtualWorker:
     """A worker, of both roles if no other is named. The dispatcher takes it for a session."""
 
     counts_late = False
+    #: The code of the error with which its fetches from caches end.
+    fails = ""
 
     def __init__(
         self,
@@ -145,7 +148,7 @@ class VirtualWorker:
 
     def submit(self, request, to, tokens, holder=None, moved=False) -> None:
         source, ahead = to.source, to.ahead
-        sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
+        sequence = TokenSequence(root_hash(_CARD.fingerprint, request.salt), BLOCK_TOKENS, tokens)
         engine_request = EngineRequest(
             RequestId(to.wire_id),
             sequence,
@@ -162,7 +165,7 @@ class VirtualWorker:
         self._time.after(WIRE_S, lambda: self._add(engine_request))
 
     def pull(self, name, tokens, salt, source) -> None:
-        sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
+        sequence = TokenSequence(root_hash(_CARD.fingerprint, salt), BLOCK_TOKENS, tokens)
         holder = self._cluster.by_address[source.address]
 
         def begin() -> None:
@@ -260,13 +263,17 @@ class VirtualWorker:
 
     def _fetch(self, wanted: FetchWanted) -> None:
         def arrive() -> None:
-            num_ok = 0
+            num_ok, loads = 0, []
             if wanted.peer is not None:
                 self._cluster.by_address[wanted.peer.address].release(wanted.peer.export_id)
                 num_ok = len(wanted.block_ids)
             elif wanted.holder is not None:
-                num_ok = self._cluster.by_address[wanted.holder.address].pool.num_hits(wanted.block_hashes)
-            self.scheduler.fetch_done(wanted.request_id, min(num_ok, len(wanted.block_ids)))
+                holder = self._cluster.by_address[wanted.holder.address]
+                num_ok = 0 if self.fails else holder.pool.num_hits(wanted.block_hashes)
+            num_ok = min(num_ok, len(wanted.block_ids))
+            if wanted.peer is not None or wanted.holder is not None:
+                loads = [KvLoad("peer", num_ok * BLOCK_TOKENS, self.fails)]
+            self.scheduler.fetch_done(wanted.request_id, num_ok, loads)
             self._begin_step()
 
         self._time.after(FETCH_S, arrive)
@@ -321,10 +328,12 @@ class VirtualCluster:
             self.dispatcher.registry.workers[worker.registered.id] = worker.registered
             self.dispatcher.worker_up(worker.registered, SessionWelcome(worker.registered.id, 1, (), 0, WorkerLoad()))
 
-    def ask(self, number: int, prompt: Tokens, num_tokens: int, ended: Callable[[int], None]) -> None:
-        """Submit a prompt; ``ended`` hears how many of its tokens were cached."""
+    def ask(
+        self, number: int, prompt: Tokens, num_tokens: int, ended: Callable[[int], None], **fields: Any
+    ) -> TokenStream:
+        """Submit a prompt with further ``fields``; ``ended`` hears how many of its tokens were cached."""
         request = GenerationRequest(
-            RequestId(f"r{number}"), "mock", prompt, Sampling(), StopRule(num_tokens, ignore_eos=True)
+            RequestId(f"r{number}"), "mock", prompt, Sampling(), StopRule(num_tokens, ignore_eos=True), **fields
         )
         stream = self.dispatcher.submit(request, self.model, Arrivals())
         told = stream.end
@@ -335,6 +344,7 @@ class VirtualCluster:
             self.time.after(WIRE_S, lambda: ended(stream.cached_tokens))
 
         stream.end = end
+        return stream
 
     def check(self) -> None:
         self.dispatcher.check()

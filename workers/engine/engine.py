@@ -15,7 +15,7 @@ from msgspec import Struct
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.runtime.clock import Clock, SystemClock
-from tanghulu.session.outputs import KvSource
+from tanghulu.session.outputs import KvLoad, KvSource
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
@@ -178,8 +178,8 @@ class EngineCore:
         self._phases.dropped(request_id)
         return self.scheduler.abort(request_id) if request is not None else self.pulls.drop(request_id)
 
-    def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
-        self.scheduler.fetch_done(request_id, num_blocks_ok)
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, loads: Sequence[KvLoad] = ()) -> None:
+        self.scheduler.fetch_done(request_id, num_blocks_ok, loads)
         self._phases.fetched(request_id, self._clock.now_s())
 
     def step(self) -> StepResult:

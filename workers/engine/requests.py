@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
-from tanghulu.session.outputs import FinishReason, KvSource, PrefixHolder
+from tanghulu.session.outputs import FinishReason, KvLoad, KvSource, PrefixHolder
 from tanghulu.session.sampling import PromptScoring, Sampling, StopRule
 from tanghulu.types import RequestId
 
@@ -108,6 +108,7 @@ class EngineRequest:
     num_committed_blocks: int = 0
     num_hit_tokens: int | None = None
     num_fetched_tokens: int = 0
+    loads: list[KvLoad] = field(default_factory=list)
     num_preemptions: int = 0
     num_scored: int = 0
     ending_ids: frozenset[int] = frozenset()

@@ -31,7 +31,7 @@ from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, 
 from tanghulu.fair_turns import FairTurns
 from tanghulu.hashing import TokenSequence
 from tanghulu.rpc.wire import Failure
-from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
+from tanghulu.session.outputs import FinishReason, KvLoad, KvSource, Output, TokenLogprobs
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.exports import Exports
@@ -146,8 +146,11 @@ class Scheduler:
         self._drop(request)
         return True
 
-    def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
-        """Record that the request's FetchWanted has ended; the first ``num_blocks_ok`` blocks hold their KV."""
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, loads: Sequence[KvLoad] = ()) -> None:
+        """Record that the request's FetchWanted has ended; the first ``num_blocks_ok`` blocks hold their KV.
+
+        ``loads`` are the sources tried for them.
+        """
         wanted = self._fetches.pop(request_id)
         request = self._requests[request_id]
         assert 0 <= num_blocks_ok <= len(wanted.block_ids)
@@ -166,6 +169,7 @@ class Scheduler:
         computed = min(covered, request.most_reused)
         if request.num_preemptions == 0:
             request.num_fetched_tokens = computed - request.num_computed
+            request.loads += loads
         request.num_computed = computed
         self._commit_full_blocks(request)
 
@@ -355,6 +359,8 @@ class Scheduler:
         reason = request.finish_reason(self.max_tokens)
         cached = min(request.num_cached_tokens, request.num_prompt_tokens)
         output = Output(request.request_id, [token], reason, cached_tokens=cached)
+        if request.loads:
+            output.loads, request.loads = request.loads, []
         if logprobs is not None:
             output.logprobs.append(logprobs)
         if reason is FinishReason.STOP:

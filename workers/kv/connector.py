@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
 
 from tanghulu.errors import TanghuluError
-from tanghulu.session.outputs import KvSource
+from tanghulu.session.outputs import KvLoad, KvSource
 from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
@@ -104,7 +104,7 @@ class KvConnector(KvTransfers):
 
     def fetch(self, wanted: FetchWanted) -> None:
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
-            self._done({wanted.request_id: 0})
+            self._done([(wanted.request_id, 0, [])])
             return
         if wanted.peer is None:
             self._fetchers.submit(self._fetch, wanted)
@@ -247,7 +247,7 @@ class KvConnector(KvTransfers):
             for each in came:
                 self._count_fetch(each, "peer", 0, len(each.block_ids), seconds)
             self._note_speed(came[0], "peer", num_blocks, seconds)
-            self._done({each.request_id: len(each.block_ids) for each in came})
+            self._done([(each.request_id, len(each.block_ids), [self._loaded(each, "peer")]) for each in came])
         for each in came:
             self._release_read(each, len(each.block_ids))
         return list(wanted[num_came:])
@@ -258,16 +258,19 @@ class KvConnector(KvTransfers):
 
     def _fetch(self, wanted: FetchWanted) -> None:
         num_ok = num_peer = 0
+        loads: list[KvLoad] = []
         try:
             for source, end, read in self._sources(wanted):
                 if num_ok < end:
-                    num_ok += self._fill_or_fail(source, wanted, range(num_ok, end), read)
+                    num_came, error = self._fill_or_fail(source, wanted, range(num_ok, end), read)
+                    loads.append(self._loaded(wanted, source, num_ok, num_came, error))
+                    num_ok += num_came
                 if source == "peer":
                     num_peer = num_ok
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
-            self._done({wanted.request_id: num_ok})
+            self._done([(wanted.request_id, num_ok, loads)])
         self._release_read(wanted, num_peer)  # the request need not wait for that
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
@@ -336,14 +339,14 @@ class KvConnector(KvTransfers):
     def _read_exports(self, parts: Sequence[ExportPart], at: int, buffers: Sequence[memoryview]) -> int:
         return self._peers.read(cut(parts, at, len(buffers)), buffers)
 
-    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
-        """Do `_fill`; return 0 after a failure, which is counted."""
+    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> tuple[int, str]:
+        """Do `_fill`; return its result, or 0 and the code of the error, which is counted."""
         try:
-            return self._fill(source, wanted, numbers, read)
+            return self._fill(source, wanted, numbers, read), ""
         except TanghuluError as error:
             self._metrics.fetch_failures.labels(source).inc()
             _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
-            return 0
+            return 0, error.code
 
     def _fill(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
         """Fetch the wanted blocks of these ``numbers``; return the number of leading ones that arrived."""
@@ -369,11 +372,18 @@ class KvConnector(KvTransfers):
             _log.warning("export.release_failed", **about, code=error.code, error=error.message)
 
     def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
-        block_tokens = self._layout.block_tokens
-        tokens = min(num_ok * block_tokens, wanted.num_tokens - (wanted.first_block + at) * block_tokens)
+        tokens = self._loaded(wanted, source, at, num_ok).tokens
         self._metrics.fetch_seconds.labels(source).observe(seconds)
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
+
+    def _loaded(
+        self, wanted: FetchWanted, source: str, at: int = 0, num_blocks: int | None = None, error: str = ""
+    ) -> KvLoad:
+        """Return the load of ``num_blocks`` (None: all) of the wanted blocks, from number ``at`` on."""
+        size, count = self._layout.block_tokens, len(wanted.block_ids) if num_blocks is None else num_blocks
+        tokens = min(count * size, wanted.num_tokens - (wanted.first_block + at) * size)
+        return KvLoad("store" if source == "store" else "peer", tokens, error)
 
     def _note_speed(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> None:
         num_bytes = num_blocks * self._layout.block_bytes
@@ -383,12 +393,12 @@ class KvConnector(KvTransfers):
         peer = wanted.peer if source == "peer" else wanted.holder
         self._speed.read_from_peer(num_bytes, seconds, peer.address if peer is not None else "")
 
-    def _done(self, ended: Mapping[RequestId, int]) -> None:
+    def _done(self, ended: Sequence[tuple[RequestId, int, Sequence[KvLoad]]]) -> None:
         """Report the ends of fetches to the engine, in one command: each makes its thread report."""
 
         def done(core: EngineCore) -> None:
-            for request_id, num_ok in ended.items():
-                core.fetch_done(request_id, num_ok)
+            for request_id, num_ok, loads in ended:
+                core.fetch_done(request_id, num_ok, loads)
 
         self._engine.post(done)
 

@@ -145,7 +145,7 @@ class MessageReader:
 
     def end(self) -> bytes:
         """Return the events after the last block."""
-        ended = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        ended = {"type": "message_delta", "delta": self._stop(), "usage": self._usage(), **self._call.explanation}
         return _written([*self._content.close(), ended, {"type": "message_stop"}])
 
     def failed(self, error: TanghuluError) -> bytes:
@@ -156,7 +156,7 @@ class MessageReader:
         """Return the whole message, once its text has ended."""
         await self._call.read_all(self._take)
         self._content.close()
-        return self._message(self._content.blocks, self._usage()) | self._stop()
+        return self._message(self._content.blocks, self._usage()) | self._stop() | self._call.explanation
 
     def _take(self, _: int, delta: TextDelta) -> list[dict[str, Any]]:
         self._finish = delta.finish or self._finish

@@ -254,6 +254,7 @@ class ResponseReader:
             "top_p": self._sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
+            **(self._call.explanation if ended else {}),
             "user": body.user,
             "metadata": body.metadata or {},
         }

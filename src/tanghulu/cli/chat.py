@@ -75,7 +75,7 @@ class Conversation:
         with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise _error_of(response)
+                raise error_of(response)
             for chunk in _events(response):
                 self.usage = chunk.get("usage") or self.usage
                 for choice in chunk["choices"]:
@@ -94,7 +94,8 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _error_of(response: httpx.Response) -> TanghuluError:
+def error_of(response: httpx.Response) -> TanghuluError:
+    """Return the error of an answer that is none."""
     try:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
@@ -121,7 +122,7 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
 def _first_model(http: httpx.Client) -> str:
     answer = http.get("/v1/models", timeout=_ANSWER_S)
     if answer.status_code in (401, 403):
-        raise _error_of(answer)
+        raise error_of(answer)
     try:
         return str(answer.raise_for_status().json()["data"][0]["id"])
     except (LookupError, TypeError, ValueError) as error:

@@ -38,6 +38,7 @@ _COMMANDS = {
     "bench": ("tanghulu.cli.bench", "COMMAND", "Measure a running cluster: its HTTP API or its store."),
     "keys": ("tanghulu.cli.keys", "COMMAND", "Make, list and revoke API keys of the HTTP API."),
     "chat": ("tanghulu.cli.chat", "COMMAND", "Talk to a running conductor."),
+    "explain": ("tanghulu.cli.explain", "COMMAND", "Show why a prompt was not in the cache."),
     "store": ("tanghulu.cli.store", "COMMAND", "Inspect and administer the store."),
     "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),
     "node": ("tanghulu.store.node.main", "COMMAND", "Run a store node."),

@@ -66,13 +66,26 @@ class PhaseTimes(FastMessage, frozen=True):
     decode_s: float = 0.0
 
 
+class KvLoad(FastMessage, frozen=True):
+    """Tokens of a prompt whose KV a worker loaded before computing the rest: from a ``peer`` or the ``store``.
+
+    The loads of a prompt follow each other, behind what was in the worker's own cache. ``error`` is the code of the
+    error that ended this one early.
+    """
+
+    source: str
+    tokens: U32
+    error: str = ""
+
+
 class Output(Struct, array_like=True, gc=False):
     """New tokens of a request, from one step or several, and perhaps its end.
 
     ``request_id`` names one submission of the request to one worker. ``failure`` comes with ERROR, ``stop_token`` with
     STOP: the token that ended it. ``source`` comes with HANDED_OVER, and alone during the prefill: its KV can be read
     as far as it is computed. ``cached_tokens`` of the prompt were found in the worker's cache or fetched instead of
-    computed. ``phases`` come with the first token and with the last.
+    computed; ``loads``, with the first token, are those that were fetched. ``phases`` come with the first token and
+    with the last.
     """
 
     request_id: RequestId
@@ -84,11 +97,13 @@ class Output(Struct, array_like=True, gc=False):
     stop_token: U32 = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     phases: PhaseTimes | None = None
+    loads: list[KvLoad] = field(default_factory=list)
 
     def add(self, later: Output) -> None:
         """Append ``later``, an output of the same request from the next step."""
         self.tokens += later.tokens
         self.logprobs += later.logprobs
+        self.loads += later.loads
         self.finish, self.failure, self.source = later.finish, later.failure, later.source
         self.cached_tokens, self.stop_token = later.cached_tokens, later.stop_token
         self.phases = later.phases or self.phases

@@ -75,6 +75,7 @@ ROUTED = {
     "request_timeout": 30.0,
     "first_token_timeout": 30.0,
     "token_timeout": 30.0,
+    "explain_cache": True,
     "stream": False,
 }
 OPENAI = {

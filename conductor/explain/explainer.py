@@ -1,0 +1,364 @@
+"""Explains the prompts of a conductor's requests: what it asks when one is routed, and concludes when it has ended.
+
+A block that was computed was either never requested before, or something happened to it since: the prompt history
+(history.py) tells which, the mirror of all caches who had it when the request was routed, the fates (fates.py) who has
+removed it, and the worker's report what it tried to load. The first answer that holds is the cause:
+
+1. Not requested before and held by nobody: DIVERGED if an earlier prompt goes on differently, OTHER_NAME if the same
+   tokens were requested under another salt or model, else NEW.
+2. The prompt's own log probabilities were requested: NOT_KEPT, as they must be computed.
+3. Its load was tried: LOAD_FAILED, or EVICTED if its source has removed it meanwhile.
+4. Somebody had it, or was computing it: NOT_WORTH_FETCHING.
+5. Somebody has removed it, or has gone away with it: EVICTED, and so are the blocks behind it, which nobody can use.
+6. Its first request was aborted or failed: NOT_KEPT. So is what is left, uncertainly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from prometheus_client import Counter as Metric
+
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher
+from tanghulu.conductor.dispatch.lifecycle import Flight
+from tanghulu.conductor.dispatch.router import RoutedRequest
+from tanghulu.conductor.explain.fates import Fate, Fates
+from tanghulu.conductor.explain.history import Break, Namespace, PromptHistory, Segment
+from tanghulu.conductor.explain.place import place_of
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.routing.policies.fetching import own_start, starts
+from tanghulu.conductor.stories.account import ALL, Cause, Explanation, Run, Source, account
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.hashing import TokenSequence
+from tanghulu.runtime.clock import Clock
+from tanghulu.types import BlockHash, InstanceId
+
+#: An earlier prompt with fewer tokens in common, or less than a block, is another prompt altogether.
+MIN_SHARED: Final = 16
+#: Least time between two breaks whose texts are looked at for the dashboard alone.
+_LOOK_S: Final = 0.1
+#: Kinds and messages of breaks that the dashboard distinguishes.
+_MAX_PLACES: Final = 256
+_NOWHERE: Final = ("", 0)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was known of a prompt's blocks when a worker was chosen: who had how many leading ones.
+
+    ``own`` of the ``worker`` itself; ``source`` those to be loaded from the named worker, or from the store (""); and
+    ``elsewhere`` those of whoever has, or is computing, most of them. ``load`` has the policy's two estimates.
+    """
+
+    worker: InstanceId
+    own: int
+    source: tuple[InstanceId | str, int]
+    elsewhere: tuple[InstanceId | str, int]
+    load: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request's prompt as it was when first routed: its ``known`` leading blocks, and where it left earlier ones.
+
+    ``path`` has the worker of the last request for each known segment, and the number of requests.
+    """
+
+    names: Sequence[BlockHash]
+    known: int
+    parting: Break | None
+    elsewhere: tuple[Namespace, Segment, int] | None
+    path: dict[Segment, tuple[InstanceId, int]]
+    added: Segment | None
+    plan: Plan
+
+
+@dataclass(slots=True)
+class Totals:
+    """Tokens by source and cause since the start, and of the breaks looked at by (message, kind)."""
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    places: Counter[tuple[int | None, str]] = field(default_factory=Counter)
+
+
+class Explainer:
+    """See above. ``count`` has the labels model, key and reason. ``shows_text``: explanations quote the prompts.
+
+    ``has_peers`` returns whether other conductors serve requests, too.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        max_bytes: int,
+        count: Metric,
+        has_peers: Callable[[], bool] = lambda: False,
+        *,
+        shows_text: bool = False,
+    ) -> None:
+        self.history = PromptHistory(max_bytes)
+        self.fates = Fates()
+        self.totals = Totals()
+        #: Whether requests may have been served that this conductor has not seen.
+        self.misses_requests = False
+        self._has_peers = has_peers
+        self._clock, self._count, self._shows_text = clock, count, shows_text
+        self._last_sent: dict[InstanceId, str] = {}
+        self._look_s = 0.0
+
+    @classmethod
+    def of(cls, dispatcher: Dispatcher, max_bytes: int, metrics: ConductorMetrics, shows_text: bool) -> Explainer:
+        """Return the explainer of ``dispatcher``, which no worker has joined yet; without memory it does nothing."""
+        count, peers = metrics.explained_tokens, dispatcher.peers
+        explainer = cls(dispatcher.clock, max_bytes, count, lambda: bool(peers.peers), shows_text=shows_text)
+        if max_bytes:
+            dispatcher.explainer = dispatcher.mirror.watcher = explainer
+        return explainer
+
+    # --- what happens to blocks
+
+    def removed(self, holder: InstanceId, blocks: Iterable[BlockHash], *, is_store: bool) -> None:
+        """Record that ``holder`` has removed ``blocks``."""
+        request = "" if is_store else self._last_sent.get(holder, "")
+        self.fates.removed(blocks, Fate(self._clock.now_s(), holder, is_store, request))
+
+    def gone(self, holder: InstanceId) -> None:
+        """Record that ``holder`` went away, or dropped all its blocks."""
+        self._last_sent.pop(holder, None)
+        self.fates.gone(holder, self._clock.now_s())
+
+    def joined(self, cached: Sequence[BlockHash]) -> None:
+        """Record that a worker has joined with ``cached`` blocks: unknown ones are of requests from before."""
+        if cached and self.history.segment_of(cached[0]) is None:
+            self.misses_requests = True
+
+    # --- requests
+
+    def routed(self, before: Asked | None, flight: Flight, model: ServedModel, route: RoutedRequest) -> Asked:
+        """Record that ``flight``, which has not begun, was routed; ``before`` is what was recorded the last time."""
+        request = flight.request
+        sequence = flight.sequence(lambda: model.empty_sequence(request.salt))
+        plan = _plan(route)
+        self._last_sent[plan.worker] = request.id
+        if before is not None:
+            before.plan = plan
+            return before
+        names, size, history = tuple(sequence.block_hashes), sequence.block_tokens, self.history
+        known = history.num_known(names)
+        parting = elsewhere = None
+        if known < len(names):
+            parting = history.break_of(sequence.root, names[:known], request.prompt, size)
+            elsewhere = None if known else history.same_elsewhere(sequence.root, request.prompt, size)
+        last = history.segment_of(names[known - 1]) if known else None
+        path = {segment: (segment.worker, segment.uses) for segment in last.path} if last is not None else {}
+        added = self._add(flight, model, sequence, plan.worker, is_use=True)
+        return Asked(names, known, parting, elsewhere, path, added, plan)
+
+    def _add(
+        self, flight: Flight, model: ServedModel, sequence: TokenSequence, worker: InstanceId, *, is_use: bool
+    ) -> Segment | None:
+        request, card = flight.request, model.card
+        return self.history.add(
+            Namespace(card.model, card.fingerprint, request.salt),
+            sequence.root,
+            sequence.block_hashes,
+            sequence.tokens,
+            sequence.block_tokens,
+            request.client,
+            worker,
+            self._clock.now_s(),
+            is_use=is_use,
+        )
+
+    def ended(self, asked: Asked, flight: Flight, model: ServedModel, outcome: str) -> Explanation | None:
+        """Explain a request that has ended (``outcome`` "" if well); None if its prompt was not computed whole."""
+        if asked.added is not None:
+            asked.added.outcome = outcome
+        if flight.cached_tokens is None:
+            return None
+        request = flight.request
+        sequence = flight.sequence(lambda: model.empty_sequence(request.salt))
+        causes = _Causes(asked, flight, model, self, sequence.block_tokens)
+        size, prompt = sequence.block_tokens, request.prompt
+        explained = account(len(prompt), size, flight.cached_tokens, flight.loads, causes.of)
+        if flight.generated:
+            self._add(flight, model, sequence, flight.worker or asked.plan.worker, is_use=False)
+        key = request.client.removeprefix("key ") if request.client.startswith("key ") else ""
+        for run in explained.runs:
+            reason = run.why.name.lower()
+            self.totals.tokens[reason] += run.tokens
+            self._count.labels(model.card.model, key, reason).inc(run.tokens)
+        return explained
+
+    def place(self, asked: Asked, flight: Flight, model: ServedModel) -> dict[str, Any]:
+        """Return the place where the prompt leaves earlier ones, in full; decodes the prompt."""
+        assert asked.parting is not None
+        shared, _, theirs = asked.parting
+        return place_of(model, flight.request.prompt, shared, theirs, flight.request.messages)
+
+    def looked(self, asked: Asked, flight: Flight, model: ServedModel, tokens: int) -> dict[str, Any]:
+        """Return the place of a break if it is requested, or its turn has come; ``tokens`` were computed for it."""
+        now_s = self._clock.now_s()
+        if flight.request.explain is None and now_s < self._look_s and not self._shows_text:
+            return {}
+        self._look_s = now_s + _LOOK_S
+        place = self.place(asked, flight, model)
+        what = place["message"], place["kind"]
+        if what in self.totals.places or len(self.totals.places) < _MAX_PLACES:
+            self.totals.places[what] += tokens
+        if not self._shows_text:
+            for name in ("before", "ours", "theirs"):
+                del place[name]
+        return place
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether no earlier request can be unknown."""
+        self.misses_requests = self.misses_requests or self._has_peers()
+        return not self.misses_requests and not self.history.forgotten_s
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the totals for the dashboard."""
+        loaded = {source.name.lower() for source in Source}
+        computed = {name: tokens for name, tokens in self.totals.tokens.items() if name not in loaded}
+        places = [
+            {"message": message, "kind": kind, "tokens": tokens}
+            for (message, kind), tokens in self.totals.places.most_common(5)
+        ]
+        sources = {name: tokens for name, tokens in self.totals.tokens.items() if name in loaded}
+        return {"sources": sources, "causes": computed, "breaks": places}
+
+    def check(self) -> None:
+        self.history.check()
+
+
+class _Causes:
+    """The causes of computing the blocks of one prompt."""
+
+    def __init__(
+        self, asked: Asked, flight: Flight, model: ServedModel, explainer: Explainer, block_tokens: int
+    ) -> None:
+        self._asked, self._flight, self._model = asked, flight, model
+        self._explainer, self._size = explainer, block_tokens
+        self._now_s = explainer.now_s
+        self._evicted_run: Run | None = None  # behind which nothing can be used
+
+    def of(self, block: int) -> tuple[Run, int]:
+        """Return why ``block`` was computed, and the first block with another cause."""
+        asked, plan = self._asked, self._asked.plan
+        fate = self._explainer.fates.of(asked.names[block])
+        held = max(plan.own, plan.source[1], plan.elsewhere[1])
+        if block >= max(asked.known, held) and fate is None:
+            return self._unknown(block)
+        scoring = self._flight.request.scoring
+        if scoring is not None and block >= (scoring.start - 1) // self._size:
+            return _run(Cause.NOT_KEPT, rule="the prompt's log probabilities were requested"), ALL
+        return self._missed(block, fate), block + 1
+
+    def _unknown(self, block: int) -> tuple[Run, int]:
+        """Return why a block that nobody had requested was computed."""
+        asked, explainer, parting = self._asked, self._explainer, self._asked.parting
+        certain, client = explainer.knows_all, self._flight.request.client
+        if asked.elsewhere is not None and block < asked.elsewhere[2]:
+            namespace, segment, num_blocks = asked.elsewhere
+            card, salt = self._model.card, self._flight.request.salt
+            own = Namespace(card.model, card.fingerprint, salt)
+            differs = [name for name in Namespace._fields if getattr(own, name) != getattr(namespace, name)]
+            hidden = segment.client != client
+            run = Run(0, 0, Cause.OTHER_NAME, certain, {"differs": differs}, hidden=hidden)
+            return run, num_blocks
+        if parting is None or parting.continues or parting.shared < min(self._size, MIN_SHARED):
+            return Run(0, 0, Cause.NEW, certain), ALL
+        tokens = len(self._flight.request.prompt) - block * self._size
+        place = {"token": parting.shared} | explainer.looked(asked, self._flight, self._model, tokens)
+        detail = {"block": parting.shared // self._size}
+        if parting.other.client == client:  # its own earlier prompt
+            return Run(0, 0, Cause.DIVERGED, certain, detail | place), ALL
+        return Run(0, 0, Cause.DIVERGED, certain, detail, others=place), ALL
+
+    def _missed(self, block: int, fate: Fate | None) -> Run:
+        """Return why a block that was requested before, or that somebody had, was computed."""
+        plan, loads = self._asked.plan, self._flight.loads
+        segment = self._explainer.history.segment_of(self._asked.names[block])
+        failed = next((load for load in loads if load.error), None)
+        if block < plan.source[1] and block >= plan.own:
+            if failed is not None:
+                return _run(Cause.LOAD_FAILED, source=failed.source, error=failed.error)
+            return self._evicted(fate, segment) if fate is not None else self._vanished(plan.source[0])
+        if block < plan.own:
+            return self._evicted(fate, segment) if fate is not None else self._vanished(plan.worker)
+        if block < plan.elsewhere[1]:
+            where, num_blocks = plan.elsewhere
+            load = {"holder": where, **plan.load}
+            return Run(0, 0, Cause.NOT_WORTH_FETCHING, True, {"tokens": num_blocks * self._size}, load)
+        if failed is not None and fate is None:
+            return _run(Cause.LOAD_FAILED, source=failed.source, error=failed.error)
+        if fate is not None:
+            return self._evicted(fate, segment)
+        return self._not_kept(segment)
+
+    def _evicted(self, fate: Fate, segment: Segment | None) -> Run:
+        detail: dict[str, Any] = {
+            "where": fate.holder,
+            "tier": "store" if fate.is_store else "worker",
+            "seconds_ago": round(self._now_s - fate.at_s, 3),
+        }
+        if segment is not None:
+            _, uses = self._asked.path.get(segment, ("", segment.uses))
+            detail |= {"age_s": round(max(0.0, fate.at_s - segment.first_s), 3), "uses": uses}
+        others = {"pressure": fate.request} if fate.request else {}
+        self._evicted_run = Run(0, 0, Cause.EVICTED, True, detail, others=others)
+        return self._evicted_run
+
+    def _vanished(self, holder: InstanceId | str) -> Run:
+        """Return the cause of a block that was not where it was said to be."""
+        gone_s = self._explainer.fates.gone_s(InstanceId(holder))
+        if gone_s is not None:
+            ago_s = round(self._now_s - gone_s, 3)
+            return _run(Cause.EVICTED, where=holder, tier="worker", seconds_ago=ago_s, why="it went away")
+        return Run(0, 0, Cause.LOAD_FAILED, False, {"source": holder or "store", "error": "NOT_FOUND"})
+
+    def _not_kept(self, segment: Segment | None) -> Run:
+        fates = self._explainer.fates
+        if segment is not None:
+            worker, _ = self._asked.path.get(segment, (segment.worker, 0))
+            gone_s = fates.gone_s(worker)
+            if gone_s is not None and gone_s >= segment.first_s:
+                ago_s = round(self._now_s - gone_s, 3)
+                return _run(Cause.EVICTED, where=worker, tier="worker", seconds_ago=ago_s, why="it went away")
+            if segment.outcome:
+                return _run(Cause.NOT_KEPT, rule=f"the request that was to compute it has {segment.outcome}")
+        return self._evicted_run or Run(0, 0, Cause.NOT_KEPT, False, {"rule": "no cache has reported it"})
+
+
+def _run(cause: Cause, **detail: Any) -> Run:
+    return Run(0, 0, cause, True, detail)
+
+
+def _plan(route: RoutedRequest) -> Plan:
+    """Return what ``route`` knew and decided."""
+    decision, hits, request = route.decision, route.hits, route.request
+    assert decision is not None
+    chosen = next(w for w in route.workers if w.id == decision.prefill)
+    own = hits.workers.get(chosen.id, 0)
+    source: tuple[InstanceId | str, int] = route.holder or _NOWHERE
+    if hits.store > max(own, source[1]):
+        source = "", hits.store
+    others: list[tuple[InstanceId | str, int]] = [*route.coming.items(), *hits.workers.items(), ("store", hits.store)]
+    elsewhere = max(others, key=lambda each: each[1])
+    if elsewhere[1] <= max(own, source[1]):
+        return Plan(chosen.id, own, source, _NOWHERE, {})
+    here_s = own_start(request, chosen).ttft_s
+    holder = next((w for w in route.workers if w.id == elsewhere[0]), None)
+    ways = [start.ttft_s for start in starts(request, chosen, holder)[1:]]
+    if holder is not None and not ways:
+        ways = [own_start(request, holder).ttft_s]
+    load = {"here_s": round(here_s, 4)} | ({"there_s": round(min(ways), 4)} if ways else {})
+    return Plan(chosen.id, own, source, elsewhere, load)
