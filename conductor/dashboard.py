@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
+from tanghulu.conductor.explain.explainer import Explainer
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.errors import Overloaded
 from tanghulu.masters import Masters
@@ -112,8 +113,10 @@ def _growth(first: tuple[float, ...], last: tuple[float, ...]) -> tuple[float, .
 class Dashboard:
     """The contents of the page. Call ``observe`` once a second."""
 
-    def __init__(self, dispatcher: Dispatcher, metrics: ConductorMetrics, master: Masters) -> None:
-        self._dispatcher, self._metrics, self._master = dispatcher, metrics, master
+    def __init__(
+        self, dispatcher: Dispatcher, metrics: ConductorMetrics, master: Masters, explainer: Explainer
+    ) -> None:
+        self._dispatcher, self._metrics, self._master, self._explainer = dispatcher, metrics, master, explainer
         self._history = RequestHistory(_bounds(metrics.ttft), _bounds(metrics.tbt))
         self._store = StoreView(self._nodes, self._tenants, master.credentials, self._worker_pages)
         self.num_watchers = 0
@@ -151,6 +154,7 @@ class Dashboard:
             "requests": flights[:MAX_SHOWN],
             "num_requests": len(flights),
             "prefixes": self._dispatcher.router.hot.hottest(10, self._dispatcher.now_s),
+            "misses": self._explainer.summary(),
             "events": self._store.events.last(MAX_SHOWN),
         }
 

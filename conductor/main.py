@@ -215,7 +215,9 @@ class Conductor:
         self._recorder = Recorder(config.record, self.metrics.recorded_requests) if config.record else None
         if self._recorder is not None:
             self.dispatcher.record = self._recorder.add
-        self.explainer = Explainer.of(self.dispatcher, config.explain_memory, self.metrics, config.explain_text)
+        self.explainer = Explainer.of(
+            self.dispatcher, config.explain_memory, self.metrics, shows_text=config.explain_text
+        )
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)
@@ -242,7 +244,7 @@ class Conductor:
             _log.warning("conductor.tenants_without_secret", hint=_WITHOUT_SECRET)
         self.inference = InferencePort(self.service, self.metrics, config, self._server.keys)
         self.dashboard = dashboard.Dashboard(
-            self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials)
+            self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials), self.explainer
         )
         self.address = Address("", 0)
         self._stopping = stopping or asyncio.Event()

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from prometheus_client import Counter as Metric
 
@@ -59,12 +59,18 @@ class Plan:
     elsewhere: tuple[InstanceId | str, int]
     load: dict[str, Any]
 
+    @property
+    def held(self) -> int:
+        """Number of leading blocks that somebody had, or was computing."""
+        return max(self.own, self.source[1], self.elsewhere[1])
+
 
 @dataclass(slots=True)
 class Asked:
     """A request's prompt as it was when first routed: its ``known`` leading blocks, and where it left earlier ones.
 
-    ``path`` has the worker of the last request for each known segment, and the number of requests.
+    ``path`` has the worker of the last request for each known segment, and the number of requests. ``fates`` are those
+    of blocks that nobody had at ``at_s``: later ones are of blocks that this request has computed.
     """
 
     names: Sequence[BlockHash]
@@ -74,6 +80,8 @@ class Asked:
     path: dict[Segment, tuple[InstanceId, int]]
     added: Segment | None
     plan: Plan
+    at_s: float
+    fates: dict[int, Fate] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -110,7 +118,7 @@ class Explainer:
         self._look_s = 0.0
 
     @classmethod
-    def of(cls, dispatcher: Dispatcher, max_bytes: int, metrics: ConductorMetrics, shows_text: bool) -> Explainer:
+    def of(cls, dispatcher: Dispatcher, max_bytes: int, metrics: ConductorMetrics, *, shows_text: bool) -> Self:
         """Return the explainer of ``dispatcher``, which no worker has joined yet; without memory it does nothing."""
         count, peers = metrics.explained_tokens, dispatcher.peers
         explainer = cls(dispatcher.clock, max_bytes, count, lambda: bool(peers.peers), shows_text=shows_text)
@@ -146,6 +154,7 @@ class Explainer:
         if before is not None:
             before.plan = plan
             return before
+        now_s = self._clock.now_s()
         names, size, history = tuple(sequence.block_hashes), sequence.block_tokens, self.history
         known = history.num_known(names)
         parting = elsewhere = None
@@ -155,7 +164,14 @@ class Explainer:
         last = history.segment_of(names[known - 1]) if known else None
         path = {segment: (segment.worker, segment.uses) for segment in last.path} if last is not None else {}
         added = self._add(flight, model, sequence, plan.worker, is_use=True)
-        return Asked(names, known, parting, elsewhere, path, added, plan)
+        asked = Asked(names, known, parting, elsewhere, path, added, plan, now_s)
+        for block in range(min(plan.held, len(names)), len(names)):
+            fate = self.fates.of(names[block])
+            if fate is not None:
+                asked.fates[block] = fate
+            elif block >= known:
+                break
+        return asked
 
     def _add(
         self, flight: Flight, model: ServedModel, sequence: TokenSequence, worker: InstanceId, *, is_use: bool
@@ -225,15 +241,14 @@ class Explainer:
         return self._clock.now_s()
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals for the dashboard."""
+        """Return the totals for the dashboard: tokens by cause, and those behind breaks by their place, a sample."""
         loaded = {source.name.lower() for source in Source}
-        computed = {name: tokens for name, tokens in self.totals.tokens.items() if name not in loaded}
+        causes = {name: tokens for name, tokens in self.totals.tokens.items() if name not in loaded}
         places = [
             {"message": message, "kind": kind, "tokens": tokens}
             for (message, kind), tokens in self.totals.places.most_common(5)
         ]
-        sources = {name: tokens for name, tokens in self.totals.tokens.items() if name in loaded}
-        return {"sources": sources, "causes": computed, "breaks": places}
+        return {"causes": causes, "breaks": places}
 
     def check(self) -> None:
         self.history.check()
@@ -253,9 +268,10 @@ class _Causes:
     def of(self, block: int) -> tuple[Run, int]:
         """Return why ``block`` was computed, and the first block with another cause."""
         asked, plan = self._asked, self._asked.plan
-        fate = self._explainer.fates.of(asked.names[block])
-        held = max(plan.own, plan.source[1], plan.elsewhere[1])
-        if block >= max(asked.known, held) and fate is None:
+        fate = asked.fates.get(block)
+        if fate is None and block < plan.held:
+            fate = self._explainer.fates.of(asked.names[block])
+        if block >= max(asked.known, plan.held) and fate is None:
             return self._unknown(block)
         scoring = self._flight.request.scoring
         if scoring is not None and block >= (scoring.start - 1) // self._size:
@@ -330,7 +346,7 @@ class _Causes:
         if segment is not None:
             worker, _ = self._asked.path.get(segment, (segment.worker, 0))
             gone_s = fates.gone_s(worker)
-            if gone_s is not None and gone_s >= segment.first_s:
+            if gone_s is not None and segment.first_s <= gone_s <= self._asked.at_s:
                 ago_s = round(self._now_s - gone_s, 3)
                 return _run(Cause.EVICTED, where=worker, tier="worker", seconds_ago=ago_s, why="it went away")
             if segment.outcome:

@@ -9,10 +9,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
-from tanghulu.conductor.dispatch.lifecycle import MoveLimits
+from tanghulu.conductor.dispatch.lifecycle import Flight, MoveLimits
+from tanghulu.conductor.dispatch.router import RoutedRequest
+from tanghulu.conductor.explain.explainer import Asked, Explainer
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.requests import Timeouts
+from tanghulu.conductor.stories.account import Cause, Explanation, Source
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.directory_feed import DirectoryEvent
@@ -20,6 +24,51 @@ from tests.cluster_sim.process import Process
 
 WORKER_TIMEOUT_S = 3.0
 SNAPSHOT_EVERY_S = 2.0
+
+
+class CheckedExplainer(Explainer):
+    """An explainer that is compared with what all clients of the world have requested so far, and been answered."""
+
+    _world: Any
+
+    def begin(self, world: Any) -> None:
+        self._world = world
+        self.misses_requests = bool(world.requested)
+
+    @property
+    def knows_all(self) -> bool:
+        return super().knows_all and len(self._world.conductors) <= 1
+
+    def routed(self, before: Any, flight: Flight, model: ServedModel, route: RoutedRequest) -> Asked:
+        requested = self._world.requested
+        asked = super().routed(before, flight, model, route)
+        if before is None:
+            truth = next((at for at, name in enumerate(asked.names) if name not in requested), len(asked.names))
+            assert asked.known <= truth, f"{flight.request.id} has {truth} known blocks, not {asked.known}"
+            assert asked.known == truth or not self.knows_all
+            self._world.known_blocks[flight.request.id] = truth
+            requested.update(asked.names)
+        return asked
+
+    def ended(self, asked: Asked, flight: Flight, model: ServedModel, outcome: str) -> Explanation | None:
+        name, explained = flight.request.id, super().ended(asked, flight, model, outcome)
+        self._world.requested.update(flight.known_blocks)
+        truth = self._world.known_blocks.pop(name)
+        if explained is None:
+            return None
+        at = 0
+        for run in explained.runs:
+            assert (run.start, run.tokens > 0) == (at, True), explained
+            at += run.tokens
+            self._world.counts[f"tokens {run.why.name.lower()}"] += run.tokens
+            if run.certain and run.why in (Cause.NEW, Cause.DIVERGED, Cause.OTHER_NAME):
+                assert run.start // model.card.block_tokens >= truth, f"{name}: {run} was requested before"
+            elif run.certain and isinstance(run.why, Cause) and run.why is not Cause.TAIL:
+                assert (at - 1) // model.card.block_tokens < max(truth, asked.plan.held), f"{name}: {run} is new"
+        assert at == len(flight.request.prompt), explained
+        cached = sum(run.tokens for run in explained.runs if isinstance(run.why, Source))
+        assert cached == min(flight.cached_tokens or 0, at), explained
+        return explained
 
 
 class SimConductor(Process):
@@ -46,6 +95,7 @@ class SimConductor(Process):
         policies = RoutingPolicies(plan.policy, parse_weights("", self.host))
         metrics = ConductorMetrics(self.metrics_registry)
         self.dispatcher = Dispatcher(self.host, policies, metrics, limits, SystemClock())
+        CheckedExplainer.of(self.dispatcher, 64 << 20, metrics, shows_text=False).begin(self._world)
         for event in self._world.store.snapshot():
             self.dispatcher.mirror.directory_event(event)
         discovery = MemoryDiscovery(self._world.instances)

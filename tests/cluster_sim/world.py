@@ -71,6 +71,9 @@ class World:
         self.counts: Counter[str] = Counter()
         self.workers: list[SimWorker] = []
         self.conductors: list[SimConductor] = []
+        #: Names of all blocks that were requested, or answered; and by request how many of its leading ones had been.
+        self.requested: set[bytes] = set()
+        self.known_blocks: dict[str, int] = {}
         self.shared = text.prefixes(self.rng)
         self.closing = self.ended = False
         self.num_breaks = 0
