@@ -42,6 +42,7 @@ MIN_SHARED: Final = 16
 _LOOK_S: Final = 0.1
 #: Kinds and messages of breaks that the dashboard distinguishes.
 _MAX_PLACES: Final = 256
+_MAX_COUNTERS: Final = 4096
 _NOWHERE: Final = ("", 0)
 
 
@@ -88,7 +89,7 @@ class Asked:
 class Totals:
     """Tokens by source and cause since the start, and of the breaks looked at by (message, kind)."""
 
-    tokens: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[Source | Cause] = field(default_factory=Counter)
     places: Counter[tuple[int | None, str]] = field(default_factory=Counter)
 
 
@@ -115,6 +116,7 @@ class Explainer:
         self._has_peers = has_peers
         self._clock, self._count, self._shows_text = clock, count, shows_text
         self._last_sent: dict[InstanceId, str] = {}
+        self._counters: dict[tuple[str, str, Source | Cause], Metric] = {}
         self._look_s = 0.0
 
     @classmethod
@@ -200,14 +202,23 @@ class Explainer:
         causes = _Causes(asked, flight, model, self, sequence.block_tokens)
         size, prompt = sequence.block_tokens, request.prompt
         explained = account(len(prompt), size, flight.cached_tokens, flight.loads, causes.of)
-        if flight.generated:
-            self._add(flight, model, sequence, flight.worker or asked.plan.worker, is_use=False)
-        key = request.client.removeprefix("key ") if request.client.startswith("key ") else ""
+        if flight.generated and not (asked.added is not None and self.history.extend(asked.added, sequence)):
+            self._add(flight, model, sequence, asked.plan.worker, is_use=False)
         for run in explained.runs:
-            reason = run.why.name.lower()
-            self.totals.tokens[reason] += run.tokens
-            self._count.labels(model.card.model, key, reason).inc(run.tokens)
+            self.totals.tokens[run.why] += run.tokens
+            self._counter(model.card.model, request.client, run.why).inc(run.tokens)
         return explained
+
+    def _counter(self, model: str, client: str, why: Source | Cause) -> Metric:
+        labels = model, client, why
+        counter = self._counters.get(labels)
+        if counter is None:
+            key = client.removeprefix("key ") if client.startswith("key ") else ""
+            counter = self._count.labels(model, key, why.name.lower())
+            if len(self._counters) >= _MAX_COUNTERS:  # clients without keys name themselves
+                self._counters.clear()
+            self._counters[labels] = counter
+        return counter
 
     def place(self, asked: Asked, flight: Flight, model: ServedModel) -> dict[str, Any]:
         """Return the place where the prompt leaves earlier ones, in full; decodes the prompt."""
@@ -242,8 +253,7 @@ class Explainer:
 
     def summary(self) -> dict[str, Any]:
         """Return the totals for the dashboard: tokens by cause, and those behind breaks by their place, a sample."""
-        loaded = {source.name.lower() for source in Source}
-        causes = {name: tokens for name, tokens in self.totals.tokens.items() if name not in loaded}
+        causes = {why.name.lower(): tokens for why, tokens in self.totals.tokens.items() if isinstance(why, Cause)}
         places = [
             {"message": message, "kind": kind, "tokens": tokens}
             for (message, kind), tokens in self.totals.places.most_common(5)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tanghulu.hashing import TOKEN_BYTES, Tokens
+from tanghulu.hashing import TOKEN_BYTES, Tokens, TokenSequence
 from tanghulu.types import BlockHash, InstanceId
 
 #: Memory of a segment, and of a block besides its tokens: its name, and a place in a dict and in a list.
@@ -198,9 +198,26 @@ class PromptHistory:
         self._touch(added or parent, root, worker, now_s)
         for segment in (added or parent).path if is_use else ():
             segment.uses += 1
-        while self.num_bytes > self.max_bytes and self._recent:
-            self._forget(*self._recent.popitem(last=False))
+        self._trim()
         return added
+
+    def extend(self, segment: Segment, sequence: TokenSequence) -> bool:
+        """Add the answer to a prompt to its ``segment``; ``sequence`` has both. False if the segment cannot grow."""
+        size = sequence.block_tokens
+        # The key of less than a block would change.
+        is_last = not segment.children and segment in self._recent
+        if not is_last or len(segment.tokens) < size:
+            return False
+        names = sequence.block_hashes[segment.end :]
+        if names and names[0] in self._segment_of:
+            return False
+        tokens = sequence.tokens[segment.start * size :]
+        self.num_bytes -= segment.num_bytes
+        segment.names, segment.tokens = (*segment.names, *names), tokens.copy()
+        self._segment_of.update(zip(names, repeat(segment), strict=False))
+        self.num_bytes += segment.num_bytes
+        self._trim()
+        return True
 
     def _has_tail(self, segment: Segment, at: int, rest: Tokens, size: int) -> bool:
         """Return whether something begins with ``rest``, less than a block, behind block ``at`` of the prompt."""
@@ -223,6 +240,10 @@ class PromptHistory:
             segment.last_s, segment.worker = now_s, worker
             self._recent[segment] = root
             self._recent.move_to_end(segment)
+
+    def _trim(self) -> None:
+        while self.num_bytes > self.max_bytes and self._recent:
+            self._forget(*self._recent.popitem(last=False))
 
     def _forget(self, segment: Segment, root: BlockHash) -> None:
         assert not segment.children, "a child was requested before its parent"

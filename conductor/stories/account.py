@@ -72,6 +72,11 @@ class Run(Struct, frozen=True, gc=False):
     others: dict[str, Any] = {}
     hidden: bool = False
 
+    def is_like(self, other: Run) -> bool:
+        """Whether only the places of the runs, of the same source or cause, differ."""
+        own, others = (self.certain, self.detail, self.load, self.others), (other.certain, other.detail, other.load)
+        return self.hidden == other.hidden and own == (*others, other.others)
+
     def shown(self, audience: Audience) -> dict[str, Any]:
         """Return the run as JSON."""
         head = {"start": self.start, "tokens": self.tokens}
@@ -130,8 +135,9 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
     """Return the runs, with neighbours that differ in nothing but their place as one."""
     merged: list[Run] = []
     for run in runs:
-        if merged and structs.replace(run, start=0, tokens=0) == structs.replace(merged[-1], start=0, tokens=0):
-            merged[-1] = structs.replace(merged[-1], tokens=merged[-1].tokens + run.tokens)
+        last = merged[-1] if merged else None
+        if last is not None and run.why is last.why and run.is_like(last):
+            merged[-1] = structs.replace(last, tokens=last.tokens + run.tokens)
         else:
             merged.append(run)
     return merged
