@@ -1,4 +1,4 @@
-"""Explains the prompts of a conductor's requests: what it asks when one is routed, and concludes when it has ended.
+"""Explain the prompts of a conductor's requests: what it asks when one is routed, and concludes when it has ended.
 
 A block that was computed was either never requested before, or something happened to it since: the prompt history
 (history.py) tells which, the mirror of all caches who had it when the request was routed, the fates (fates.py) who has
@@ -26,13 +26,12 @@ from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.lifecycle import Flight
 from tanghulu.conductor.dispatch.router import RoutedRequest
 from tanghulu.conductor.explain.fates import Fate, Fates
-from tanghulu.conductor.explain.history import Break, Namespace, PromptHistory, Segment
+from tanghulu.conductor.explain.history import Break, Namespace, PromptHistory, Segment, Use
 from tanghulu.conductor.explain.place import place_of
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.routing.policies.fetching import own_start, starts
 from tanghulu.conductor.stories.account import ALL, Cause, Explanation, Run, Source, account
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.hashing import TokenSequence
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import BlockHash, InstanceId
 
@@ -48,7 +47,7 @@ _NOWHERE: Final = ("", 0)
 
 @dataclass(slots=True)
 class Plan:
-    """What was known of a prompt's blocks when a worker was chosen: who had how many leading ones.
+    """The holders of a prompt's blocks, when a worker was chosen: numbers of leading ones.
 
     ``own`` of the ``worker`` itself; ``source`` those to be loaded from the named worker, or from the store (""); and
     ``elsewhere`` those of whoever has, or is computing, most of them. ``load`` has the policy's two estimates.
@@ -86,7 +85,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Totals:
+class MissTotals:
     """Tokens by source and cause since the start, and of the breaks looked at by (message, kind)."""
 
     tokens: Counter[Source | Cause] = field(default_factory=Counter)
@@ -110,7 +109,7 @@ class Explainer:
     ) -> None:
         self.history = PromptHistory(max_bytes)
         self.fates = Fates()
-        self.totals = Totals()
+        self.totals = MissTotals()
         #: Whether requests may have been served that this conductor has not seen.
         self.misses_requests = False
         self._has_peers = has_peers
@@ -165,7 +164,7 @@ class Explainer:
             elsewhere = None if known else history.same_elsewhere(sequence.root, request.prompt, size)
         last = history.segment_of(names[known - 1]) if known else None
         path = {segment: (segment.worker, segment.uses) for segment in last.path} if last is not None else {}
-        added = self._add(flight, model, sequence, plan.worker, is_use=True)
+        added = self.history.add(sequence, self._use(flight, model, plan.worker))
         asked = Asked(names, known, parting, elsewhere, path, added, plan, now_s)
         for block in range(min(plan.held, len(names)), len(names)):
             fate = self.fates.of(names[block])
@@ -175,21 +174,10 @@ class Explainer:
                 break
         return asked
 
-    def _add(
-        self, flight: Flight, model: ServedModel, sequence: TokenSequence, worker: InstanceId, *, is_use: bool
-    ) -> Segment | None:
-        request, card = flight.request, model.card
-        return self.history.add(
-            Namespace(card.model, card.fingerprint, request.salt),
-            sequence.root,
-            sequence.block_hashes,
-            sequence.tokens,
-            sequence.block_tokens,
-            request.client,
-            worker,
-            self._clock.now_s(),
-            is_use=is_use,
-        )
+    def _use(self, flight: Flight, model: ServedModel, worker: InstanceId) -> Use:
+        card, request = model.card, flight.request
+        namespace = Namespace(card.model, card.fingerprint, request.salt)
+        return Use(namespace, request.client, worker, self._clock.now_s())
 
     def ended(self, asked: Asked, flight: Flight, model: ServedModel, outcome: str) -> Explanation | None:
         """Explain a request that has ended (``outcome`` "" if well); None if its prompt was not computed whole."""
@@ -203,7 +191,7 @@ class Explainer:
         size, prompt = sequence.block_tokens, request.prompt
         explained = account(len(prompt), size, flight.cached_tokens, flight.loads, causes.of)
         if flight.generated and not (asked.added is not None and self.history.extend(asked.added, sequence)):
-            self._add(flight, model, sequence, asked.plan.worker, is_use=False)
+            self.history.add(sequence, self._use(flight, model, asked.plan.worker), is_answered=True)
         for run in explained.runs:
             self.totals.tokens[run.why] += run.tokens
             self._counter(model.card.model, request.client, run.why).inc(run.tokens)

@@ -1,4 +1,4 @@
-"""What became of blocks: the latest removal of each from a cache or a store node, and the workers that went away."""
+"""The fates of blocks: the latest removal of each from a cache or a store node, and the workers that went away."""
 
 from __future__ import annotations
 

@@ -29,11 +29,20 @@ SEGMENT_BYTES, BLOCK_BYTES = 1024, 200
 
 
 class Namespace(NamedTuple):
-    """What the names of a prompt's blocks depend on besides its tokens."""
+    """The things on which the names of a prompt's blocks depend besides its tokens."""
 
     model: str
     fingerprint: bytes
     salt: bytes
+
+
+class Use(NamedTuple):
+    """A request for a prompt, of ``client`` at ``at_s``, for ``worker`` to compute."""
+
+    namespace: Namespace
+    client: str
+    worker: InstanceId
+    at_s: float
 
 
 class Segment:
@@ -88,7 +97,7 @@ class Segment:
 
 
 class Break(NamedTuple):
-    """Where a prompt leaves the earlier ones: ``shared`` tokens are those of ``other``, an earlier prompt.
+    """A break: ``shared`` tokens of a prompt are those of ``other``, an earlier one.
 
     ``theirs`` are the tokens that followed there, as far as they are known.
     """
@@ -163,41 +172,32 @@ class PromptHistory:
                 best = namespace, found, num_blocks
         return best
 
-    def add(
-        self,
-        namespace: Namespace,
-        root: BlockHash,
-        names: Sequence[BlockHash],
-        tokens: Tokens,
-        size: int,
-        client: str,
-        worker: InstanceId,
-        now_s: float,
-        *,
-        is_use: bool = True,
-    ) -> Segment | None:
-        """Add a prompt computed by ``worker``; return its segment if there is a new one.
+    def add(self, sequence: TokenSequence, use: Use, *, is_answered: bool = False) -> Segment | None:
+        """Add the prompt ``sequence``; return its segment if there is a new one.
 
-        A prompt with its answer is no further use.
+        With its answer it counts as no further use.
         """
+        names, tokens, size, root = sequence.block_hashes, sequence.tokens, sequence.block_tokens, sequence.root
         known = self.num_known(names)
         if root not in self._roots:
-            self._roots[root] = namespace, Segment(None, 0, (), tokens[:0], size, client)
+            self._roots[root] = use.namespace, Segment(None, 0, (), tokens[:0], size, use.client)
         found = self._behind(root, names[:known])
         assert found is not None
         parent, _ = found
         rest, added = tokens[known * size :], None
         if known < len(names) or (len(rest) and not self._has_tail(parent, known, rest, size)):
-            added = Segment(parent, known, names[known:], rest.copy(), size, client)
-            added.first_s = now_s
+            added = Segment(parent, known, names[known:], rest.copy(), size, use.client)
+            added.first_s = use.at_s
             insort(parent.children.setdefault(known, []), added, key=_key)
             if not known:
                 self._starts.setdefault(added.key, []).append(root)
             self._segment_of.update(zip(added.names, repeat(added), strict=False))
             self.num_bytes += added.num_bytes
-        self._touch(added or parent, root, worker, now_s)
-        for segment in (added or parent).path if is_use else ():
-            segment.uses += 1
+        for segment in (added or parent).path:
+            segment.last_s, segment.worker = use.at_s, use.worker
+            segment.uses += not is_answered
+            self._recent[segment] = root
+            self._recent.move_to_end(segment)
         self._trim()
         return added
 
@@ -234,12 +234,6 @@ class PromptHistory:
             return self._segment_of[names[-1]], len(names)
         entry = self._roots.get(root)
         return (entry[1], 0) if entry is not None else None
-
-    def _touch(self, last: Segment, root: BlockHash, worker: InstanceId, now_s: float) -> None:
-        for segment in last.path:
-            segment.last_s, segment.worker = now_s, worker
-            self._recent[segment] = root
-            self._recent.move_to_end(segment)
 
     def _trim(self) -> None:
         while self.num_bytes > self.max_bytes and self._recent:

@@ -1,4 +1,4 @@
-"""Where in a chat two prompts part: the message, the characters on both sides, and what kind of difference it is."""
+"""The place where two chats part: the message, the characters on both sides, and the kind of difference."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Generation:
 
     @property
     def explanation(self) -> dict[str, Any] | None:
-        """Where the prompt's tokens came from; available once the sequence has ended, None if it was not requested."""
+        """The explanation of cache misses, once the sequence has ended; None if it was not requested."""
         explained, audience = self.stream.story.explanation, self.request.explain
         return explained.shown(audience) if explained is not None and audience is not None else None
 

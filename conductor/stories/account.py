@@ -13,7 +13,7 @@ from tanghulu.session.outputs import KvLoad
 
 
 class Source(Enum):
-    """Where the KV of tokens was that nobody had to compute."""
+    """The places of KV that nobody had to compute."""
 
     WORKER = "the worker's own cache"
     PEER = "another worker"
@@ -24,7 +24,7 @@ class Source(Enum):
 
 
 class Cause(Enum):
-    """Why tokens were computed."""
+    """The causes of computing tokens."""
 
     NEW = "nobody has requested this prefix before"
     DIVERGED = "it shares a prefix with an earlier prompt, and differs here"
@@ -39,7 +39,7 @@ class Cause(Enum):
 
 
 class Audience(IntEnum):
-    """Who is shown an explanation; each is shown what those before it are.
+    """The readers of an explanation; each is shown what those before it are.
 
     A client may infer other clients' prompts from details, so it gets what its own requests and times tell anyway.
     """

@@ -91,10 +91,14 @@ class PutReply(FastMessage, frozen=True):
 
 
 class ReserveRequest(FastMessage, frozen=True):
-    """Values that need ranges. ``deadline_ms`` bounds the wait for leases that block them."""
+    """Values that need ranges. ``deadline_ms`` bounds the wait for leases that block them.
+
+    ``visible``: of a key that exists, the master knows when the reply is sent, as in PutRequest.
+    """
 
     items: list[NewChunk]
     deadline_ms: U32
+    visible: bool = True
 
     def validate(self) -> None:
         """Refuse an invalid item."""

@@ -42,9 +42,9 @@ def welcome(reply: AnyReply) -> Welcome:
     return message
 
 
-def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
+def reserve(items: Iterable[NewChunk], deadline_ms: int, *, visible: bool) -> AnyCall:
     """Request ranges for large values."""
-    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms))
+    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms, visible))
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:

@@ -251,7 +251,10 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
     deadline_ms = deadline.patience_ms(num_others)
     puts = [(node, part) for node, own in inline.items() for part in _inline_calls(own)]
     calls = [(node, _put_call(part, options, deadline_ms, deadline.remaining_ms())) for node, part in puts]
-    calls += [(node, messages.reserve([op.new for op, _ in own], deadline_ms)) for node, own in large.items()]
+    calls += [
+        (node, messages.reserve([op.new for op, _ in own], deadline_ms, visible=options.visible))
+        for node, own in large.items()
+    ]
     ahead = None
     if large and len(calls) == 1:
         ((node, own),) = large.items()

@@ -210,15 +210,17 @@ class NodeService:
         wipes = peer.identity is not None and not peer.identity.shared_memory
         if not wipes:
             batch.step()
-        if wipes or not batch.is_complete:
-            return self._reserve_rest(batch, self._until(request.deadline_ms), wipes)
+        if wipes or not batch.is_complete or (request.visible and self._puts.awaits_master(batch.written)):
+            return self._reserve_rest(batch, self._until(request.deadline_ms), request.visible, wipes)
         return _reserve_reply(batch.written)
 
-    async def _reserve_rest(self, batch: PutBatch, until_s: float, wipes: bool) -> Answer:
+    async def _reserve_rest(self, batch: PutBatch, until_s: float, visible: bool, wipes: bool) -> Answer:
         try:
             reserved = await batch.finish(until_s)
             if wipes:
                 await self._puts.wipe(reserved)
+            if visible:
+                reserved = await self._puts.existing_known(reserved, until_s)
         except BaseException:  # its connection has ended: no client will receive these ranges
             self._puts.take_back(batch.written)
             raise

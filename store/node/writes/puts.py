@@ -203,6 +203,21 @@ class PutService:
         )
         return await future
 
+    def awaits_master(self, reserved: Sequence[Written]) -> bool:
+        """Return whether the master still has to decide on a chunk whose key a put has found to exist."""
+        is_pending = self.state.reports.is_pending
+        return any(is_pending(each.chunk) for each in reserved if isinstance(each, Existed))
+
+    async def existing_known(self, reserved: Sequence[Written], until_s: float) -> list[Written]:
+        """Wait until the master knows the chunks of keys that exist; return ``reserved`` with the errors instead."""
+        known: list[Written] = list(reserved)
+        places = [place for place, each in enumerate(reserved) if isinstance(each, Existed)]
+        outcomes = await self.settled([reserved[place] for place in places], visible=True, until_s=until_s)
+        for place, outcome in zip(places, outcomes, strict=True):
+            if isinstance(outcome, TanghuluError):
+                known[place] = outcome
+        return known
+
     async def removals_acknowledged(self, until_s: float) -> None:
         """Wait until the masters have acknowledged all removals; raises MasterUnavailable."""
         await self._reporter.flushed(until_s)

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tanghulu.conductor.explain.history import Namespace, PromptHistory
+from tanghulu.conductor.explain.history import Namespace, PromptHistory, Use
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.types import Fingerprint, InstanceId
 
@@ -30,9 +30,7 @@ class Lives:
         self.now_s += 1
         sequence = self.sequence(tokens, salt)
         self.prompts.append((salt, tokens))
-        namespace = Namespace("m", FINGERPRINT, salt)
-        names, worker = sequence.block_hashes, InstanceId("w")
-        return self.history.add(namespace, sequence.root, names, sequence.tokens, SIZE, "c", worker, self.now_s)
+        return self.history.add(sequence, Use(Namespace("m", FINGERPRINT, salt), "c", InstanceId("w"), self.now_s))
 
     def known(self, tokens: list[int], salt: bytes = b"") -> int:
         return self.history.num_known(self.sequence(tokens, salt).block_hashes)

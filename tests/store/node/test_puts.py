@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tanghulu.auth.tenants import Identity, Right
-from tanghulu.errors import LeaseExpired
+from tanghulu.errors import LeaseExpired, MasterUnavailable
 from tanghulu.rpc.fast_server import Later, Peer
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
@@ -172,6 +172,34 @@ async def test_a_connection_that_ends_while_checksums_are_computed_leaves_nothin
     await asyncio.wait({task})
     assert rig.state.chunks.used_bytes == 0
     rig.state.check()
+
+
+# --- keys that exist
+
+
+async def test_a_key_does_not_exist_before_the_master_knows_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a put of it returns, and a remove after that finds nothing."""
+    assert await results(rig.commit(rig.mine, *rig.reserve(SIZE))) == [False]
+    waiting: list[Any] = []
+    monkeypatch.setattr(rig.told, "confirm", lambda chunks, until_s, done: waiting.append(done))
+    new = [NewChunk(ChunkKey("k0"), 2, SIZE)]
+    unseen = rig.service.reserve(rig.other, ReserveRequest(new, 1000, False), NOTHING)
+    assert isinstance(unseen, ReserveReply)
+    task = asyncio.ensure_future(rig.service.reserve(rig.other, ReserveRequest(new, 1000), NOTHING))  # type: ignore[arg-type]
+    await until(lambda: bool(waiting))
+    await asyncio.sleep(0)
+    assert not task.done()
+    waiting[0]([True])
+    assert (await task).reservations == [None]
+
+
+async def test_a_key_that_the_master_may_not_know_is_an_error(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await results(rig.commit(rig.mine, *rig.reserve(SIZE))) == [False]
+    error = MasterUnavailable("it does not answer")
+    monkeypatch.setattr(rig.told, "confirm", lambda chunks, until_s, done: done([error]))
+    new = [NewChunk(ChunkKey("k0"), 2, SIZE)]
+    reply = await rig.service.reserve(rig.other, ReserveRequest(new, 1000), NOTHING)  # type: ignore[misc]
+    assert [each.error.code for each in reply.reservations] == ["MASTER_UNAVAILABLE"]
 
 
 # --- tenants that may not see memory

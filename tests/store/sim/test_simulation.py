@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -68,6 +69,11 @@ _DYING = Plan(2, 12, 5000, 8.0, 32 << 20, 0.02, faults=_KILLS, sizes=(300_000, 1
 @pytest.mark.parametrize("seed", PAST_FAILURES)
 def test_a_life_that_failed_once(seed: int) -> None:
     World(seed).run()
+
+
+def test_a_moving_life_that_failed_once() -> None:
+    """In which a put was told that its key exists before the master knew it, and a remove after it found nothing."""
+    World(700585, Plan.moving(Random("700585 moving"), shared=False)).run()
 
 
 def test_a_seed_gives_one_life() -> None:
