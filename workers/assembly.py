@@ -125,7 +125,8 @@ class WorkerServer(SessionWorker):
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
         if loaded.ranks is not None:
-            stack.callback(loaded.ranks.close)
+            stack.callback(loaded.ranks.close)  # after the connector, whose copies may use memory of the ranks
+            loaded.ranks.watch(self._engine_failed)
             if loaded.staging is None:
                 loaded.ranks.map_cache(self._segment.fd)
         runner = loaded.make_runner(self._segment.view)
@@ -232,7 +233,7 @@ class WorkerServer(SessionWorker):
         self._beats.on_report(reports[-1])
 
     def _engine_failed(self, error: BaseException) -> None:
-        """End the process at once: the engine's state is lost, and requests continue at other workers."""
+        """End the process at once: the engine's or a rank's state is lost; requests continue at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
 
