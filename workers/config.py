@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
+from tanghulu.model_files.fields import MAX_COUNT
 from tanghulu.runtime.config import check_bounds, option
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
@@ -29,6 +30,12 @@ class WorkerConfig(TransferOptions, SessionOptions):
         choices=("auto", "float32", "bfloat16", "int8"),
     )
     device: str = option("auto", "device of the model: auto (a GPU if torch finds one), cpu, cuda or cuda:N")
+    device_turn: int = option(
+        0,
+        "number of this worker on its host, by which --device auto and cuda pick its GPU (with --tp, its GPUs)",
+        least=0,
+        most=MAX_COUNT,
+    )
     attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
     batch_invariant: bool = option(
         False,

@@ -31,7 +31,7 @@ def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch
 
     def fitted(available: int | None) -> Arithmetic:
         monkeypatch.setattr(torch_loading, "free_bytes", lambda device: available)
-        return torch_loading._fit(config, source, layout, placed).arithmetic
+        return torch_loading._fit(config, source, layout, placed)[0].arithmetic
 
     assert fitted(both) is fitted(None) is placed.arithmetic
     assert fitted(both - 1).dtypes == (torch.bfloat16,)
@@ -77,3 +77,22 @@ def test_memory_is_planned_for_the_context_that_the_cache_holds(
     loaded = torch_loading.load(config, lambda fraction: None)
     runner = loaded.make_runner(memoryview(bytearray(1 << 20)))
     assert contexts[0] == runner.max_context == max(4096, runner.cache.num_blocks * config.block_tokens)
+
+
+def test_a_gpus_memory_is_taken_before_the_weights_are_read(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So of two workers that start at once one is refused at once, with the reason."""
+    order: list[str] = []
+    taken: list[int] = []
+    monkeypatch.setattr(torch_loading._Placement, "on_gpu", property(lambda placed: True))
+    monkeypatch.setattr(torch_loading, "load_tokenizer_assets", lambda source: None)
+    monkeypatch.setattr(torch_loading, "reserve", lambda num_bytes, device: taken.append(num_bytes))
+    load_model, cache = torch_loading.load_model, torch_loading.DeviceKvCache
+    monkeypatch.setattr(torch_loading, "load_model", lambda *a, **k: (order.append("weights"), load_model(*a, **k))[1])
+    monkeypatch.setattr(torch_loading, "DeviceKvCache", lambda *a: (order.append("cache"), cache(*a))[1])
+    config = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20, kv_staging=4 << 20)
+    loaded = torch_loading.load(config, lambda fraction: None)
+    assert order == ["cache", "weights"]
+    assert taken[0] > config.kv_memory
+    runner = loaded.make_runner(memoryview(b""))
+    assert order == ["cache", "weights"], "the runner has the cache that was made before"
+    assert runner.cache.num_blocks == loaded.layout.num_blocks_in(1 << 20)
