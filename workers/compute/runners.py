@@ -276,7 +276,7 @@ class ProfiledRunner(WrappedRunner):
             return self._runner.run(plan)
         if self._profiler is None:
             lanes_too = _ExperimentalConfig(profile_all_threads=True)
-            self._profiler = profile(activities=supported_activities(), experimental_config=lanes_too)  # type: ignore[no-untyped-call]
+            self._profiler = profile(activities=supported_activities(), acc_events=True, experimental_config=lanes_too)  # type: ignore[no-untyped-call]
             self._profiler.start()
         computed = self._runner.run(plan)
         self._left -= 1
