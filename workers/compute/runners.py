@@ -157,6 +157,12 @@ class DeviceRunner(_Runner):
             rows = rows[count:]
         return passes[0] if len(passes) == 1 else _joined(passes)
 
+    def record(self, max_num_seqs: int) -> None:
+        """Record the graphs for steps of up to ``max_num_seqs`` sequences, before the first one."""
+        if self._graphs is not None:
+            with torch.cuda.device(self.model.device):
+                self._graphs.record(max_num_seqs)
+
     def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         block_tokens, device = self.layout.block_tokens, self.model.device
         # All ranks must compute one shape; static shapes follow from the batch.

@@ -93,10 +93,15 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         arithmetic=require_invariance(model, threads, layout.dtype) if config.batch_invariant else b"",
     )
 
+    announce = None if ranks is None else ranks.send
+    on_device = None if cache is None else DeviceRunner(model, layout, cache, announce, graphs=config.graphs)
+    if on_device is not None:
+        on_device.record(config.max_num_seqs)
+
     def make_runner(buffer: memoryview) -> ModelRunner:
-        announce = None if ranks is None else ranks.send
-        if cache is not None:
-            runner: ModelRunner = DeviceRunner(model, layout, cache, announce, graphs=config.graphs)
+        runner: ModelRunner
+        if on_device is not None:
+            runner = on_device
         else:
             runner = TorchRunner(model, layout, layout.num_blocks_in(buffer.nbytes), buffer, announce)
         seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner

@@ -90,7 +90,10 @@ def test_a_gpus_memory_is_taken_before_the_weights_are_read(tiny: TinyModel, mon
     monkeypatch.setattr(torch_loading, "load_model", lambda *a, **k: (order.append("weights"), load_model(*a, **k))[1])
     monkeypatch.setattr(torch_loading, "DeviceKvCache", lambda *a: (order.append("cache"), cache(*a))[1])
     config = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20, kv_staging=4 << 20)
+    recorded: list[int] = []
+    monkeypatch.setattr(torch_loading.DeviceRunner, "record", lambda runner, count: recorded.append(count))
     loaded = torch_loading.load(config, lambda fraction: None)
+    assert recorded == [config.max_num_seqs]
     assert order == ["cache", "weights"]
     assert taken[0] > config.kv_memory
     runner = loaded.make_runner(memoryview(b""))
