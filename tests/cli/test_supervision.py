@@ -181,9 +181,7 @@ def test_each_worker_is_given_its_turn_among_the_gpus(tmp_path: Path, roles: dic
     board: Any = SimpleNamespace(add=lambda name: None)
     cluster = Cluster(UpConfig(device="cuda", state_dir=tmp_path, **roles), None, tmp_path, board)
     cluster._add_others("127.0.0.1:1")
-    turns = [
-        child.arguments[child.arguments.index("--device-turn") + 1]
-        for child in cluster._children.values()
-        if "--device" in child.arguments
-    ]
+    workers = [child for child in cluster._children.values() if "--device" in child.arguments]
+    turns = [child.arguments[child.arguments.index("--device-turn") + 1] for child in workers]
     assert turns == ["0", "1", "2"]
+    assert all(child.arguments[child.arguments.index("--device-workers") + 1] == "3" for child in workers)

@@ -81,6 +81,14 @@ def pick_device(name: str, turn: int = 0, num_ranks: int = 1) -> torch.device:
     return torch.device("cuda", index)
 
 
+def num_sharing(name: str, turn: int, num_workers: int, num_ranks: int) -> int:
+    """Return how many of a host's ``num_workers`` share the GPU that `pick_device` gives to the one with ``turn``."""
+    if ":" in name:
+        return num_workers
+    places = max(1, torch.cuda.device_count() // num_ranks)
+    return max(1, len(range(turn % places, num_workers, places)))
+
+
 def device_of_rank(first: torch.device, rank: int) -> torch.device:
     """Return the device of tensor-parallel rank ``rank`` if rank 0 has ``first``; raises ConfigError without one."""
     if first.type != "cuda":
@@ -109,6 +117,11 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return available_bytes()
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the size of the GPU's memory."""
+    return int(torch.cuda.mem_get_info(device)[1])
 
 
 def reserve(num_bytes: int, device: torch.device) -> None:

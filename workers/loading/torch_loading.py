@@ -14,7 +14,15 @@ import torch
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
 from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.invariant import InvariantAttention
-from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device, reserve
+from tanghulu.workers.compute.device import (
+    describe_device,
+    device_of_rank,
+    free_bytes,
+    num_sharing,
+    pick_device,
+    reserve,
+    total_bytes,
+)
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 #: The context is no longer than the KV cache; not below this, which trials at start need.
 _LEAST_CONTEXT = 4096
+#: Share of a GPU's memory for KV where --kv-memory sets none, of what the plan leaves.
+_SHARE_OF_LEFT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,9 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     assets = load_tokenizer_assets(source)
     placed = _Placement.of(config, source)
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.kept_as), config.tp)
+    config = config.for_device(on_gpu=placed.on_gpu)
+    if not config.kv_memory:
+        config = replace(config, kv_memory=_left_bytes(config, source, layout, placed))
     num_blocks = layout.num_blocks_in(config.kv_memory)  # refuse an impossible size before the long part
     source = source.within(max(num_blocks * config.block_tokens, _LEAST_CONTEXT))
     staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
@@ -107,7 +120,16 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
         return ThreadedRunner(seen, threads) if threads > 1 and ranks is None and not placed.on_gpu else seen
 
-    return LoadedModel(source.name, layout, name, assets, make_runner, ranks, staging)
+    return LoadedModel(config, source.name, layout, name, assets, make_runner, ranks, staging)
+
+
+def _left_bytes(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> int:
+    """Return the memory for KV on a GPU, of all ranks together: most of what is left; at least a block."""
+    sharing = num_sharing(config.device, config.device_turn, config.device_workers, config.tp)
+    free = min(free_bytes(placed.device) or 0, total_bytes(placed.device) // sharing)
+    bounded = source.within(max(free * config.tp // layout.block_bytes * config.block_tokens, _LEAST_CONTEXT))
+    left = free - _plan(config, bounded, layout, placed).total_bytes
+    return max(layout.block_bytes, int(left * _SHARE_OF_LEFT) * config.tp)
 
 
 def _fit(

@@ -254,7 +254,7 @@ class Cluster:
                 model += ["--engine", config.engine]
             if config.engine == "torch":
                 model += ["--kv-dtype", config.kv_dtype]
-                model += ["--device", config.device, "--device-turn", str(i)]
+                model += ["--device", config.device, "--device-turn", str(i), "--device-workers", str(len(roles))]
                 model += ["--batch-invariant"] * config.batch_invariant
                 model += ["--speculative", config.speculative] if config.speculative else []
             if config.engine == "mock":

@@ -15,7 +15,15 @@ from tanghulu.session.sampling import PromptScoring, Sampling
 from tanghulu.workers.compute import device as device_module
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
-from tanghulu.workers.compute.device import CPU, describe_device, device_of_rank, free_bytes, pick_device, reserve
+from tanghulu.workers.compute.device import (
+    CPU,
+    describe_device,
+    device_of_rank,
+    free_bytes,
+    num_sharing,
+    pick_device,
+    reserve,
+)
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.memory_plan import MemoryPlan
@@ -239,4 +247,8 @@ class TestReserving:
         assert [pick_device("cuda", turn, 2).index for turn in range(3)] == [0, 2, 0]
         assert [pick_device("cuda", turn, 3).index for turn in range(2)] == [0, 0]
         assert pick_device("cuda:3", 1).index == 3
+        assert [num_sharing("auto", turn, 5, 1) for turn in range(5)] == [2, 1, 1, 1, 2]
+        assert [num_sharing("cuda", turn, 3, 2) for turn in range(3)] == [2, 1, 2]
+        assert num_sharing("cuda:3", 1, 5, 1) == 5
+        assert num_sharing("cuda", 3, 1, 1) == 1
         assert pick_device("cpu", 1) == CPU
