@@ -135,9 +135,7 @@ class DeviceRunner(_Runner):
         self.cache: DeviceKvCache = made
         #: Most tokens of a pass: set once memory has run out.
         self._most_tokens: int | None = None
-        # The number of rows of an expert must be read from the device, which no graph can do.
-        is_static = layout.num_parts == 1 and not model.batch_invariant and model.config.experts is None
-        can_record = graphs and is_static and model.device.type == "cuda"
+        can_record = graphs and layout.num_parts == 1 and model.is_static and model.device.type == "cuda"
         self._graphs = DecodeGraphs(model, self.cache) if can_record else None
 
     def _run(self, chunks: Sequence[SequenceChunk], rows: Sequence[SamplingRow]) -> Computed:

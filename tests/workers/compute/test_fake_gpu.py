@@ -30,6 +30,7 @@ from tanghulu.workers.compute.forward_batch import (
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.compute.linear import Arithmetic
+from tanghulu.workers.compute.models import mlp
 from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -145,3 +146,16 @@ def test_sampling_stays_on_the_device(without_gpu: None):
     tokens, suffices = device_sampling._drawn(adjusted, rows, device_sampling._columns(rows, GPU))
     packed = device_sampling._pack(logits, rows, tokens, suffices)
     assert (packed.device, packed.dtype, packed.shape) == (GPU, torch.float64, (3, 2 + 1 + 2 * 3))
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe-fused"])
+def test_grouped_experts_stay_on_the_device(
+    tmp_path: Path, without_gpu: None, monkeypatch: pytest.MonkeyPatch, variant: str
+):
+    """Nothing is read back: the played device has nothing to read."""
+    monkeypatch.setattr(mlp, "can_group", lambda *needs: True)
+    with unset_fake_temporarily():
+        path = write(tmp_path, variant)
+    model, cache = load(path, "sdpa")
+    assert model.is_static
+    walk(model, cache)
