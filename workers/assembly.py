@@ -31,7 +31,6 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
@@ -64,10 +63,9 @@ _LAST_STEP_S = 30.0  # most that the step under way may take when a worker ends
 class WorkerServer(SessionWorker):
     """A running worker of our engine."""
 
-    def __init__(self, process: Process, config: WorkerConfig, loaded: LoadedModel) -> None:
-        super().__init__(process, config, loaded.name)
-        self._config = config
-        self._loaded = loaded
+    def __init__(self, process: Process, loaded: LoadedModel) -> None:
+        super().__init__(process, loaded.config, loaded.name)
+        self._config, self._loaded = loaded.config, loaded
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the parts bottom up: memory, engine, its outside connections, and the port last."""
@@ -125,7 +123,8 @@ class WorkerServer(SessionWorker):
             stack.callback(store.close)
         self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
         if loaded.ranks is not None:
-            stack.callback(loaded.ranks.close)
+            stack.callback(loaded.ranks.close)  # after the connector, whose copies may use memory of the ranks
+            loaded.ranks.watch(self._engine_failed)
             if loaded.staging is None:
                 loaded.ranks.map_cache(self._segment.fd)
         runner = loaded.make_runner(self._segment.view)
@@ -232,7 +231,7 @@ class WorkerServer(SessionWorker):
         self._beats.on_report(reports[-1])
 
     def _engine_failed(self, error: BaseException) -> None:
-        """End the process at once: the engine's state is lost, and requests continue at other workers."""
+        """End the process at once: the engine's or a rank's state is lost; requests continue at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
 

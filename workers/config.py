@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
+from tanghulu.model_files.fields import MAX_COUNT
 from tanghulu.runtime.config import check_bounds, option
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION
@@ -29,22 +31,35 @@ class WorkerConfig(TransferOptions, SessionOptions):
         choices=("auto", "float32", "bfloat16", "int8"),
     )
     device: str = option("auto", "device of the model: auto (a GPU if torch finds one), cpu, cuda or cuda:N")
+    device_turn: int = option(
+        0,
+        "number of this worker on its host, by which --device auto and cuda pick its GPU (with --tp, its GPUs)",
+        least=0,
+        most=MAX_COUNT,
+    )
+    device_workers: int = option(
+        1, "number of workers on this host; those on one GPU share its memory for KV", least=1, most=MAX_COUNT
+    )
     attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
     batch_invariant: bool = option(
         False,
         "compute the same bits for a request whether it is batched, chunked, cached or moved; slows prefills down",
     )
     graphs: bool = option(True, "replay decode steps from CUDA graphs, on GPUs")
-    kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
+    kv_memory: int = option(
+        0,
+        "memory of the paged KV cache; 0 means 1 GiB on a CPU, and 90 % of what the model leaves free on a GPU",
+        size=True,
+    )
     kv_staging: int = option(
         1 << 30, "pinned host memory for KV on its way between a GPU and the store or other workers", size=True
     )
     block_tokens: int = option(64, "tokens per block; equal for all workers that share KV", least=1)
     block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
     max_num_batched_tokens: int = option(
-        512, "limit on tokens per step; bounds how long a prefill delays decodes", least=1
+        0, "limit on tokens per step; bounds how long a prefill delays decodes; 0 means 512 on a CPU, 2048 on a GPU"
     )
-    max_num_seqs: int = option(32, "limit on requests per step", least=1)
+    max_num_seqs: int = option(0, "limit on requests per step; 0 means 32 on a CPU, 128 on a GPU")
     max_num_waiting: int = option(1024, "limit on queued requests; further ones are rejected", least=1)
     eviction: str = option(DEFAULT_EVICTION, "eviction policy of cached blocks", choices=tuple(POLICIES))
     threads: int = option(0, "limit on the model's threads; 0 means one per usable core", most=4096)
@@ -97,6 +112,16 @@ class WorkerConfig(TransferOptions, SessionOptions):
             raise ConfigError("--preemption store needs the store: drop --no-store, or use --preemption recompute")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"--device is {self.device!r}; use auto, cpu, cuda or cuda:N")
+
+    def for_device(self, *, on_gpu: bool) -> Self:
+        """Return these with the device's values for limits that are 0; ``kv_memory`` on a GPU depends on the model."""
+        tokens, seqs, kv_memory = (2048, 128, 0) if on_gpu else (512, 32, 1 << 30)
+        return replace(
+            self,
+            max_num_batched_tokens=self.max_num_batched_tokens or tokens,
+            max_num_seqs=self.max_num_seqs or seqs,
+            kv_memory=self.kv_memory or kv_memory,
+        )
 
     def _require_no_model(self, is_speculative: bool) -> None:
         """Raise ConfigError for options that only a real model supports."""

@@ -29,7 +29,7 @@ async def serve(process: Process, config: WorkerConfig) -> None:
         from tanghulu.workers.assembly import WorkerServer
 
         async with (
-            WorkerServer(process, config, loaded) as worker,
+            WorkerServer(process, loaded) as worker,
             worker.registered(discovery, {"host_id": host_id()}) as registered,
         ):
             await process.stopping.wait()

@@ -1,5 +1,9 @@
 """The plan of `tanghulu up`, in virtual time."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +19,7 @@ from tanghulu.cli.supervision import (
     Spawn,
     Supervision,
 )
+from tanghulu.cli.up import Cluster, UpConfig
 
 
 @pytest.fixture
@@ -169,3 +174,14 @@ def test_any_history_keeps_to_the_table(events):
         assert plan.been_ready or plan.children["master"].num_restarts <= MAX_RESTARTS
     plan.stop()
     assert plan.children["master"].state in (ChildState.STOPPED, ChildState.DEAD)
+
+
+@pytest.mark.parametrize("roles", [{"prefill": 0, "decode": 0, "workers": 3}, {"prefill": 1, "decode": 2}])
+def test_each_worker_is_given_its_turn_among_the_gpus(tmp_path: Path, roles: dict[str, int]):
+    board: Any = SimpleNamespace(add=lambda name: None)
+    cluster = Cluster(UpConfig(device="cuda", state_dir=tmp_path, **roles), None, tmp_path, board)
+    cluster._add_others("127.0.0.1:1")
+    workers = [child for child in cluster._children.values() if "--device" in child.arguments]
+    turns = [child.arguments[child.arguments.index("--device-turn") + 1] for child in workers]
+    assert turns == ["0", "1", "2"]
+    assert all(child.arguments[child.arguments.index("--device-workers") + 1] == "3" for child in workers)

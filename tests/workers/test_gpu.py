@@ -101,6 +101,8 @@ def test_float32_gives_the_text_of_the_cpu(tiny: TinyModel, tiny_model: Model):
 def test_graphs_compute_what_is_computed_without(wide: TinyModel, dtype: torch.dtype, block_tokens: int):
     model = load(wide, dtype, "auto", block_tokens)
     with_graphs = device_engine(model, block_tokens)
+    assert isinstance(with_graphs.runner, DeviceRunner)
+    with_graphs.runner.record(8)
     assert texts(with_graphs, block_tokens) == texts(device_engine(model, block_tokens, graphs=False), block_tokens)
     assert isinstance(with_graphs.runner, DeviceRunner)
     recorded = with_graphs.runner._graphs

@@ -39,8 +39,8 @@ class NoStatus:
 class Watched(WorkerServer):
     """A worker whose reports can be awaited."""
 
-    def __init__(self, process: Process, config: WorkerConfig, loaded: LoadedModel) -> None:
-        super().__init__(process, config, loaded)
+    def __init__(self, process: Process, loaded: LoadedModel) -> None:
+        super().__init__(process, loaded)
         self.reports: asyncio.Queue[StepReport] = asyncio.Queue()
 
     def _spread(self, reports: Sequence[StepReport]) -> None:
@@ -74,8 +74,10 @@ async def serving(model: Model, run_dir: Path, on_device: bool, kv_dtype: str) -
 
     config = WorkerConfig(port=0, kv_memory=NUM_BLOCKS * layout.block_bytes, block_tokens=BLOCK, store=False)
     process = Process(Role.BOTH, config, run_dir, NoStatus(), CollectorRegistry(), "", 7 + on_device)  # type: ignore[arg-type]
-    loaded = LoadedModel("tiny", layout, NAME, byte_level(), make_runner, None, staging)
-    async with Watched(process, config, loaded) as worker:
+    loaded = LoadedModel(
+        config.for_device(on_gpu=False), "tiny", layout, NAME, byte_level(), make_runner, None, staging
+    )
+    async with Watched(process, loaded) as worker:
         yield worker
 
 

@@ -6,6 +6,7 @@ that imports torch, and only when a ring is made.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -164,6 +165,8 @@ def pin(memory: memoryview) -> Callable[[], None]:
     try:
         _pin_memory_utils.pin_memory(address, tensor.nbytes)
     except RuntimeError as error:
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next kernel's launch, which clears it
+            torch.zeros(1, device="cuda")
         raise NodeUnavailable(f"{tensor.nbytes} bytes cannot be pinned: {error}") from error
     return lambda: _pin_memory_utils.unpin_memory(address)
 

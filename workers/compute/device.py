@@ -60,10 +60,11 @@ def this_cpu() -> CpuFeatures:
     return CpuFeatures.of(next((line.split() for line in lines if line.startswith("flags")), []))
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device ``name``: ``cpu``, ``cuda`` (the first), ``cuda:N``, or ``auto``: a GPU if torch sees one.
+def pick_device(name: str, turn: int = 0, num_ranks: int = 1) -> torch.device:
+    """Return the device ``name``: ``cpu``, ``cuda``, ``cuda:N``, or ``auto``: as ``cuda`` if torch sees a GPU.
 
-    Raises ConfigError that names what torch sees instead.
+    ``cuda`` is the first of ``num_ranks`` GPUs: the first ones of the host for the worker with ``turn`` 0, the next for
+    1, and past the last the first again. Raises ConfigError that names what torch sees instead.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return CPU
@@ -73,10 +74,19 @@ def pick_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         built = "built without CUDA" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
         raise ConfigError(f"--device {name}: torch {torch.__version__}, {built}, sees no GPU here; use --device cpu")
-    index, count = int(named[1] or 0), torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    index = int(named[1]) if named[1] else turn % max(1, count // num_ranks) * num_ranks
     if index >= count:
         raise ConfigError(f"--device {name}: this host has {count} GPUs, cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
+
+
+def num_sharing(name: str, turn: int, num_workers: int, num_ranks: int) -> int:
+    """Return how many of a host's ``num_workers`` share the GPU that `pick_device` gives to the one with ``turn``."""
+    if ":" in name:
+        return num_workers
+    places = max(1, torch.cuda.device_count() // num_ranks)
+    return max(1, len(range(turn % places, num_workers, places)))
 
 
 def device_of_rank(first: torch.device, rank: int) -> torch.device:
@@ -107,6 +117,25 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return available_bytes()
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the size of the GPU's memory."""
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
+def reserve(num_bytes: int, device: torch.device) -> None:
+    """Have torch take ``num_bytes`` of the GPU for this process, to allocate from; raises ConfigError if it cannot.
+
+    Without it two workers that start at once plan with the same free bytes, and one fails in the middle of its load.
+    """
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)  # torch's allocator keeps what is freed
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{device} had room for this worker, but another process took it meanwhile: {str(error).splitlines()[0]}; "
+            "choose another --device, or lower --kv-memory"
+        ) from error
 
 
 def wait_for(device: torch.device) -> None:

@@ -11,8 +11,9 @@ earlier half. Rows of a step meet only in attention, where the later rows of a s
 other way round. So a lane waits only, layer by layer, until the previous lane has written its K and V (`LaneTurn`); the
 first never waits.
 
-A step in which every sequence decodes one token is one tensor of static shape (`decode_batch`). Shapes are rounded up
-to powers of two, so that a few captured graphs (`cuda_graphs`) serve all steps. The filling is harmless: a filling row
+A step in which every sequence decodes one token is one tensor of static shape (`decode_batch`). Shapes are rounded up,
+widths to powers of two and numbers of sequences to powers of two or multiples of 8, so that a few captured graphs
+(`cuda_graphs`) serve all steps, and few computed rows are filling. The filling is harmless: a filling row
 is a sequence of one token in the scratch block, which is read by nobody else; a filling column names the scratch block,
 and the mask hides it.
 
@@ -216,9 +217,16 @@ class DecodeShape(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[SequenceChunk], block_tokens: int) -> DecodeShape:
-        """Return the smallest shape of powers of two into which ``chunks`` fit."""
+        """Return the smallest shape into which ``chunks`` fit."""
         widest = max(-(-chunk.end // block_tokens) for chunk in chunks)
-        return cls(_power_of_two(len(chunks)), max(MIN_BLOCKS, _power_of_two(widest)))
+        return cls(_rows(len(chunks)), max(MIN_BLOCKS, _power_of_two(widest)))
+
+    @classmethod
+    def up_to(cls, num_sequences: int, num_blocks: int) -> list[DecodeShape]:
+        """Return all shapes of steps of as many sequences of as many blocks, narrow ones first, then the largest."""
+        sizes = sorted({_rows(count) for count in range(1, num_sequences + 1)}, reverse=True)
+        widths = sorted({max(MIN_BLOCKS, _power_of_two(count)) for count in range(1, num_blocks + 1)})
+        return [cls(size, width) for width in widths for size in sizes]
 
     @property
     def packed(self) -> tuple[int, int]:
@@ -256,6 +264,11 @@ def decode_batch(packed: torch.Tensor, block_tokens: int) -> ForwardBatch:
         logit_rows=torch.arange(len(packed), device=packed.device),
         decodes=DecodeTables(tables, positions + 1),
     )
+
+
+def _rows(count: int) -> int:
+    """Return the number of rows of a step of ``count`` sequences: a power of two up to 16, then a multiple of 8."""
+    return _power_of_two(count) if count <= 16 else -(-count // 8) * 8
 
 
 def _power_of_two(count: int) -> int:

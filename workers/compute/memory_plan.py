@@ -1,6 +1,7 @@
 """Memory needs of a torch worker, planned before it loads, so that it refuses instead of being killed.
 
-On a GPU the plan is for one rank's device; pinned memory on the host is additional. Pure but for `available_bytes`.
+On a GPU the plan is for one rank's device; pinned memory on the host is additional. Some of a GPU's memory is taken by
+libraries and by recorded graphs, from outside of what torch's allocator holds ready. Pure but for `available_bytes`.
 Weights requested as float32 and kept in half form (`linear`) take half of what is planned for them; only reading them
 shows whether they do. Weights in two forms, bfloat16's where a CPU multiplies it, take as much as float32; if that does
 not fit, the worker keeps one. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding and its
@@ -18,6 +19,10 @@ from tanghulu.workers.weights.model_config import ModelConfig
 
 _MEMINFO = Path("/proc/meminfo")
 _FLOAT32 = 4
+#: What a GPU's libraries take: code of kernels, 32 MiB for products on each of three streams, and fragments.
+_LIBRARIES_BYTES = 512 << 20
+#: Buffers of NCCL, where there are several ranks.
+_GROUP_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,8 @@ class MemoryPlan:
     weights_bytes: int
     kv_bytes: int
     workspace_bytes: int
+    libraries_bytes: int = 0
+    graphs_bytes: int = 0
 
     @classmethod
     def of(
@@ -71,13 +78,15 @@ class MemoryPlan:
         gathered_tokens: int,
         gathered_item_bytes: int,
         has_masks: bool,
+        has_graphs: bool = False,
         num_ranks: int = 1,
     ) -> MemoryPlan:
         """Plan for one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
 
         A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies, at
         ``gathered_item_bytes`` per number; ``has_masks``: it makes a mask for each query. One block beyond those
-        requested serves the filling of batches.
+        requested serves the filling of batches. ``has_graphs``: decode steps are recorded; their workspace is a pool
+        apart, in which each size of a step also keeps its logits.
         """
         vocabulary = config.vocab * config.hidden * item_bytes
         heads = 0 if config.tie_embeddings else vocabulary // num_ranks
@@ -89,13 +98,18 @@ class MemoryPlan:
         workspace = num_batched_tokens * widest * _FLOAT32 + gathered * gathered_item_bytes + sampling
         if has_masks:
             workspace += num_batched_tokens * config.max_context * config.num_heads // config.num_kv_heads * item_bytes
+        recorded = num_seqs * (widest + 4 * config.vocab) * _FLOAT32 + gathered * gathered_item_bytes
         return cls(
-            vocabulary + heads + layers + _rotary_bytes(config), (kv_bytes + block_bytes) // num_ranks, workspace
+            vocabulary + heads + layers + _rotary_bytes(config),
+            (kv_bytes + block_bytes) // num_ranks,
+            workspace,
+            _LIBRARIES_BYTES + (_GROUP_BYTES if num_ranks > 1 else 0),
+            recorded if has_graphs else 0,
         )
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.workspace_bytes
+        return self.weights_bytes + self.kv_bytes + self.workspace_bytes + self.libraries_bytes + self.graphs_bytes
 
     def fits(self, available: int | None) -> bool:
         """Return whether the plan is at most ``available`` bytes (None: unknown, not checked)."""
@@ -111,7 +125,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         parts = {"weights": self.weights_bytes, "KV cache": self.kv_bytes, "workspace": self.workspace_bytes}
-        return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
+        parts |= {"libraries": self.libraries_bytes, "recorded graphs": self.graphs_bytes}
+        return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 
 def _rotary_bytes(config: ModelConfig) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,15 +60,18 @@ class _Runner(ABC):
 
     def run(self, plan: StepPlan) -> Computed:
         """Compute the step and sample. On a GPU ``forward_s`` is the time to launch the kernels."""
-        started = self._clock.now_s()
         chunks = [_chunk_of(run, self.vocab) for run in plan.runs]
+        return self._run(chunks, _rows_of(plan))
+
+    def _run(self, chunks: Sequence[SequenceChunk], rows: Sequence[SamplingRow]) -> Computed:
+        started = self._clock.now_s()
         if self._announce is not None:
             self._announce(chunks)
         device = self.model.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             logits = self._forward(chunks)
             computed = self._clock.now_s()
-            sampled = self._sample(logits, _rows_of(plan))
+            sampled = self._sample(logits, rows)
         scores = tuple(chunk.scores for chunk in chunks if chunk.scores is not None)
         return Computed(sampled, computed - started, self._clock.now_s() - computed, scores)
 
@@ -106,29 +110,56 @@ class TorchRunner(_Runner):
 
 
 class DeviceRunner(_Runner):
-    """Runs on a device, with ``num_blocks`` blocks in its memory: sampling there, one copy back per step.
+    """Runs on a device, with ``blocks`` in its memory (or as many): sampling there, one copy back per step.
 
     A step has been computed when `run` returns: it waits for the sampled tokens or, if none are sampled, for the
     device. So blocks that the engine commits afterwards may be copied out, and those it gives back may be copied into,
     without ordering these copies after the computation. ``graphs`` replays decode steps from CUDA graphs if the device
     has them.
+
+    The first step for which memory does not suffice halves the tokens of a pass: it and larger steps are computed in
+    several. If memory runs out again, or with several ranks, which are in the middle of their sums, `run` raises.
     """
 
     def __init__(
         self,
         model: Model,
         layout: KvLayout,
-        num_blocks: int,
+        blocks: int | DeviceKvCache,
         announce: _Announce | None = None,
         *,
         graphs: bool = True,
     ) -> None:
         super().__init__(model, layout, announce)
-        self.cache: DeviceKvCache = DeviceKvCache(layout, num_blocks, model.device)
-        # The number of rows of an expert must be read from the device, which no graph can do.
-        is_static = layout.num_parts == 1 and not model.batch_invariant and model.config.experts is None
-        can_record = graphs and is_static and model.device.type == "cuda"
+        made = blocks if isinstance(blocks, DeviceKvCache) else DeviceKvCache(layout, blocks, model.device)
+        self.cache: DeviceKvCache = made
+        #: Most tokens of a pass: set once memory has run out.
+        self._most_tokens: int | None = None
+        can_record = graphs and layout.num_parts == 1 and model.is_static and model.device.type == "cuda"
         self._graphs = DecodeGraphs(model, self.cache) if can_record else None
+
+    def _run(self, chunks: Sequence[SequenceChunk], rows: Sequence[SamplingRow]) -> Computed:
+        """Run in as many passes as the memory demands."""
+        if self._announce is not None:
+            return super()._run(chunks, rows)
+        if self._most_tokens is None:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return super()._run(chunks, rows)
+            torch.cuda.empty_cache()  # behind the handler: the error keeps what the failed pass allocated
+            self._most_tokens = max(1, sum(len(chunk.token_ids) for chunk in chunks) // 2)
+            _log.warning("step.out_of_memory", most_tokens=self._most_tokens)
+        passes = []
+        for part in in_passes(chunks, self._most_tokens):
+            count = sum(1 + chunk.num_more_logits for chunk in part if chunk.wants_logits)
+            passes.append(super()._run(part, rows[:count]))
+            rows = rows[count:]
+        return passes[0] if len(passes) == 1 else _joined(passes)
+
+    def record(self, max_num_seqs: int) -> None:
+        """Record the graphs for steps of up to ``max_num_seqs`` sequences, before the first one."""
+        if self._graphs is not None:
+            with torch.cuda.device(self.model.device):
+                self._graphs.record(max_num_seqs)
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         block_tokens, device = self.layout.block_tokens, self.model.device
@@ -150,6 +181,41 @@ class DeviceRunner(_Runner):
             return sample_on_device(logits, rows)
         wait_for(self.model.device)
         return Sampled([], [])
+
+
+def in_passes(chunks: Sequence[SequenceChunk], most_tokens: int) -> Iterator[list[SequenceChunk]]:
+    """Yield ``chunks`` in their order in passes of at most ``most_tokens``, cut where one does not fit.
+
+    Tokens whose logits are requested stay in one pass, even if they are more.
+    """
+    ready: list[SequenceChunk] = []
+    room = most_tokens
+    for whole in chunks:
+        chunk = whole
+        while len(chunk.token_ids) > room:
+            together = 1 + chunk.num_more_logits
+            count = min(room, len(chunk.token_ids) - together)
+            if count > 0:
+                start, ids = chunk.start + count, chunk.token_ids
+                head = replace(chunk, token_ids=ids[:count], wants_logits=False, num_more_logits=0)
+                ready.append(head)
+                chunk = replace(chunk, token_ids=ids[count:], start=start)
+            if not ready:
+                break
+            yield ready
+            ready, room = [], most_tokens
+        ready.append(chunk)
+        room = max(0, room - len(chunk.token_ids))
+    yield ready
+
+
+def _joined(passes: Sequence[Computed]) -> Computed:
+    """Return the result of a step computed in ``passes``."""
+    tokens = [token for each in passes for token in each.sampled.tokens]
+    logprobs = [logprob for each in passes for logprob in each.sampled.logprobs]
+    scores = {id(each): each for part in passes for each in part.scores}  # a prompt that was cut has one for all passes
+    forward_s, sample_s = sum(each.forward_s for each in passes), sum(each.sample_s for each in passes)
+    return Computed(Sampled(tokens, logprobs), forward_s, sample_s, tuple(scores.values()))
 
 
 def _chunk_of(run: ScheduledRun, vocab: int) -> SequenceChunk:
@@ -214,7 +280,7 @@ class ProfiledRunner(WrappedRunner):
             return self._runner.run(plan)
         if self._profiler is None:
             lanes_too = _ExperimentalConfig(profile_all_threads=True)
-            self._profiler = profile(activities=supported_activities(), experimental_config=lanes_too)  # type: ignore[no-untyped-call]
+            self._profiler = profile(activities=supported_activities(), acc_events=True, experimental_config=lanes_too)  # type: ignore[no-untyped-call]
             self._profiler.start()
         computed = self._runner.run(plan)
         self._left -= 1

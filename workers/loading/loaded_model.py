@@ -13,6 +13,7 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.ranks.processes import RankProcesses
 
 if TYPE_CHECKING:
+    from tanghulu.workers.config import WorkerConfig
     from tanghulu.workers.kv.staging import DeviceStaging  # it imports torch
 
 
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 class LoadedModel:
     """A model in memory, with its name, layout, fingerprint and tokenizer.
 
+    ``config`` has the limits that its device decided.
     ``make_runner`` lays its KV cache out in the given buffer. With ``staging`` it keeps the cache on a device of its
     own instead, and the buffer is memory through which blocks are offered to other workers.
     """
 
+    config: WorkerConfig
     name: str
     layout: KvLayout
     fingerprint: Fingerprint

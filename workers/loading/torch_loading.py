@@ -14,8 +14,16 @@ import torch
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
 from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.attention.invariant import InvariantAttention
-from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
-from tanghulu.workers.compute.kv_cache import gathered_item_bytes
+from tanghulu.workers.compute.device import (
+    describe_device,
+    device_of_rank,
+    free_bytes,
+    num_sharing,
+    pick_device,
+    reserve,
+    total_bytes,
+)
+from tanghulu.workers.compute.kv_cache import DeviceKvCache, gathered_item_bytes
 from tanghulu.workers.compute.linear import Arithmetic
 from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.model import dtype_name, kv_dtype_name, load_model, pick_dtype
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 #: The context is no longer than the KV cache; not below this, which trials at start need.
 _LEAST_CONTEXT = 4096
+#: Share of a GPU's memory for KV where --kv-memory sets none, of what the plan leaves.
+_SHARE_OF_LEFT = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class _Placement:
     @classmethod
     def of(cls, config: WorkerConfig, source: ModelSource) -> _Placement:
         """Pick device, type and attention according to the options; raises ConfigError if that is impossible."""
-        device = pick_device(config.device)
+        device = pick_device(config.device, config.device_turn, config.tp)
         device_of_rank(device, config.tp - 1)
         dtype = pick_dtype(config.dtype, device)
         windows = source.config.sliding is not None
@@ -76,10 +86,14 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     assets = load_tokenizer_assets(source)
     placed = _Placement.of(config, source)
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.kept_as), config.tp)
+    config = config.for_device(on_gpu=placed.on_gpu)
+    if not config.kv_memory:
+        config = replace(config, kv_memory=_left_bytes(config, source, layout, placed))
     num_blocks = layout.num_blocks_in(config.kv_memory)  # refuse an impossible size before the long part
     source = source.within(max(num_blocks * config.block_tokens, _LEAST_CONTEXT))
     staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
-    placed = _fit(config, source, layout, placed)
+    placed, plan = _fit(config, source, layout, placed)
+    cache = _reserved(plan, layout, num_blocks, placed.device) if placed.on_gpu else None
     threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
     torch.set_num_threads(threads)
     model, ranks = _load_shards(config, source, layout, placed, threads, progress)
@@ -92,19 +106,35 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         arithmetic=require_invariance(model, threads, layout.dtype) if config.batch_invariant else b"",
     )
 
+    announce = None if ranks is None else ranks.send
+    on_device = None if cache is None else DeviceRunner(model, layout, cache, announce, graphs=config.graphs)
+    if on_device is not None:
+        on_device.record(config.max_num_seqs)
+
     def make_runner(buffer: memoryview) -> ModelRunner:
-        announce = None if ranks is None else ranks.send
-        if placed.on_gpu:
-            runner: ModelRunner = DeviceRunner(model, layout, num_blocks, announce, graphs=config.graphs)
+        runner: ModelRunner
+        if on_device is not None:
+            runner = on_device
         else:
             runner = TorchRunner(model, layout, layout.num_blocks_in(buffer.nbytes), buffer, announce)
         seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
         return ThreadedRunner(seen, threads) if threads > 1 and ranks is None and not placed.on_gpu else seen
 
-    return LoadedModel(source.name, layout, name, assets, make_runner, ranks, staging)
+    return LoadedModel(config, source.name, layout, name, assets, make_runner, ranks, staging)
 
 
-def _fit(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> _Placement:
+def _left_bytes(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> int:
+    """Return the memory for KV on a GPU, of all ranks together: most of what is left; at least a block."""
+    sharing = num_sharing(config.device, config.device_turn, config.device_workers, config.tp)
+    free = min(free_bytes(placed.device) or 0, total_bytes(placed.device) // sharing)
+    bounded = source.within(max(free * config.tp // layout.block_bytes * config.block_tokens, _LEAST_CONTEXT))
+    left = free - _plan(config, bounded, layout, placed).total_bytes
+    return max(layout.block_bytes, int(left * _SHARE_OF_LEFT) * config.tp)
+
+
+def _fit(
+    config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement
+) -> tuple[_Placement, MemoryPlan]:
     """Plan the memory; return ``placed``, with weights in one form where two do not fit. Raises ConfigError."""
     available = free_bytes(placed.device)
     plan = _plan(config, source, layout, placed)
@@ -120,7 +150,13 @@ def _fit(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _P
         forms=forms,
     )
     plan.require(available)
-    return placed
+    return placed, plan
+
+
+def _reserved(plan: MemoryPlan, layout: KvLayout, num_blocks: int, device: torch.device) -> DeviceKvCache:
+    """Take the planned memory before the long load: the cache, and room for the rest. Raises ConfigError."""
+    reserve(plan.kv_bytes + plan.weights_bytes + plan.workspace_bytes, device)
+    return DeviceKvCache(layout, num_blocks, device)
 
 
 def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> MemoryPlan:
@@ -136,6 +172,7 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
             gathered_tokens=MAX_GATHERED_TOKENS,
             gathered_item_bytes=gathered_item_bytes(placed.kept_as, placed.dtype),
             has_masks=isinstance(placed.attention, SdpaAttention | InvariantAttention),
+            has_graphs=config.graphs and config.tp == 1 and not config.batch_invariant,
             num_ranks=config.tp,
         )
     return MemoryPlan.of(

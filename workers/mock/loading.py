@@ -62,6 +62,7 @@ _TEMPLATE = (
 
 def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
     """Load the mock of ``config.model``; raises ModelUnsupported if that cannot be found."""
+    config = config.for_device(on_gpu=False)
     name, assets, max_context = _described(config.model)
     layout = KvLayout(1, config.block_tokens, 1, config.mock_kv_token_bytes // (2 * ITEM_BYTES["float32"]), "float32")
     layout.num_blocks_in(config.kv_memory)
@@ -83,7 +84,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         )
         return runner if config.mock_hold is None else HoldingRunner(runner, config.mock_hold)
 
-    return LoadedModel(name, layout, _fingerprint(assets, layout), assets, make_runner)
+    return LoadedModel(config, name, layout, _fingerprint(assets, layout), assets, make_runner)
 
 
 def _described(spec: str) -> tuple[str, TokenizerAssets, int]:

@@ -3,8 +3,9 @@
 The worker itself is rank 0: it schedules, samples and moves KV. A step's token runs go to the ranks over a socket each;
 sums travel between the ranks by torch.distributed. On CPUs all ranks map the worker's one KV segment, in which a block
 holds every rank's part, so that transfers see whole blocks. On GPUs each rank keeps its part in its own memory, which
-the worker opens (CUDA's inter-process memory), so that its transfers move all parts. A rank that ends fails the
-worker's step with an error, and the end of the worker closes the sockets, whereupon ranks end.
+the worker opens (CUDA's inter-process memory), so that its transfers move all parts. The end of the worker closes the
+sockets, whereupon ranks end. The end of a rank must end the worker (`RankProcesses.watch`): a sum over gloo would fail,
+but one over NCCL waits in the GPU until the group's timeout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -67,6 +69,7 @@ class RankProcesses:
         self.meeting_file = os.path.join(self._folder, "meeting")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._closing = False
         for rank in range(1, self.size):
             self._start(replace(first, rank=rank, meeting_file=self.meeting_file))
 
@@ -89,6 +92,17 @@ class RankProcesses:
                 self.close()
                 raise ConfigError(f"tensor-parallel rank {rank} of {self.size} did not load the model; see its output")
 
+    def watch(self, on_end: Callable[[Exception], None]) -> None:
+        """Call ``on_end``, in a thread, for each rank whose process ends before `close`."""
+
+        def wait(rank: int, process: subprocess.Popen[bytes]) -> None:
+            status = process.wait()
+            if not self._closing:
+                on_end(ChildProcessError(f"tensor-parallel rank {rank} of {self.size} ended with status {status}"))
+
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=wait, args=(rank, process), name=f"rank {rank}", daemon=True).start()
+
     def map_cache(self, fd: int) -> None:
         """Let the ranks use the KV segment behind ``fd``; before the first step."""
         for connection, process in zip(self._connections, self._processes, strict=True):
@@ -109,6 +123,7 @@ class RankProcesses:
 
     def close(self) -> None:
         """Close the connections, which ends the ranks; kill those that remain."""
+        self._closing = True
         for connection in self._connections:
             connection.close()
         for process in self._processes:

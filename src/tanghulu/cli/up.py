@@ -71,7 +71,7 @@ class UpConfig(SecretOptions):
         "type of the KV in cache, store and transfers; auto follows --dtype, int8 halves bfloat16 with a small loss",
         choices=("auto", "float32", "bfloat16", "int8"),
     )
-    device: str = option("auto", "device of the workers: auto, cpu, cuda or cuda:N")
+    device: str = option("auto", "device of the workers: auto, cpu, cuda or cuda:N; auto and cuda use all GPUs in turn")
     batch_invariant: bool = option(
         False,
         "compute the same bits for a request whether it is batched, chunked, cached or moved; slows prefills down",
@@ -254,7 +254,8 @@ class Cluster:
                 model += ["--engine", config.engine]
             if config.engine == "torch":
                 model += ["--kv-dtype", config.kv_dtype]
-                model += ["--device", config.device, *["--batch-invariant"] * config.batch_invariant]
+                model += ["--device", config.device, "--device-turn", str(i), "--device-workers", str(len(roles))]
+                model += ["--batch-invariant"] * config.batch_invariant
                 model += ["--speculative", config.speculative] if config.speculative else []
             if config.engine == "mock":
                 model += ["--debug", f"mock_speedup={config.mock_speedup}"]

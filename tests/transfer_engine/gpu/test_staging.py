@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.errors import DeadlineExceeded, InvalidRequest
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.engine import Opcode, RemoteSegment, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.gpu import staging_plan
-from tanghulu.transfer_engine.gpu.staging import GpuStaging
+from tanghulu.transfer_engine.gpu.staging import GpuStaging, pin
 from tanghulu.transfer_engine.gpu.staging_plan import HalfState, StagingEvent, StagingPlan
 from tests.transfer_engine.segment_process import SegmentProcess
 
@@ -129,3 +129,24 @@ class TestStaging:
             staging.transfer([TransferRequest(WRITE, tensor, remote, 0, 16)], 0)
         with pytest.raises(InvalidRequest):
             GpuStaging(engine, "cpu", ring_bytes=1)
+
+
+def test_a_refused_pinning_leaves_no_error_for_the_next_launch(monkeypatch: pytest.MonkeyPatch):
+    """The CUDA runtime keeps the error of a call that is not a launch, and torch raises it behind the next launch."""
+    from torch.cuda import _pin_memory_utils
+
+    kept: list[str] = []
+
+    def refuse(address: int, size: int) -> None:
+        kept.append("out of memory")
+        raise RuntimeError("Registering memory failed with cudaError: 2.")
+
+    def launch(*shape: int, device: str) -> None:
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", refuse)
+    monkeypatch.setattr(torch, "zeros", launch)
+    with pytest.raises(NodeUnavailable, match=r"100 bytes cannot be pinned: .*cudaError: 2"):
+        pin(memoryview(bytearray(100)))
+    torch.zeros(1, device="cuda")

@@ -2,6 +2,7 @@
 
 torch's FakeTensorMode makes them and checks each operation's devices, types and shapes. Python's indexing of CUDA
 tensors asks the driver for the current device, so `_WithoutDriver` does it by the operations that indexing stands for.
+A torch built for CUDA asks it for the kernels of attention as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -45,7 +47,17 @@ class _WithoutDriver(TorchFunctionMode):
             if any(isinstance(each, torch.Tensor) for each in _parts(key)):
                 return tensor.index_put_(_parts(key), value)
             return torch.ops.aten.copy_(_taken(tensor, key), value)
+        if func is F.scaled_dot_product_attention and not torch.backends.cuda.math_sdp_enabled():
+            return _efficient(*args, **(kwargs or {}))
         return _SAME.get(func, func)(*args, **(kwargs or {}))
+
+
+def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attn_mask: torch.Tensor) -> torch.Tensor:
+    """The one kernel that callers leave torch to choose from."""
+    assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    attended: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, False)[0]
+    return attended
 
 
 def _parts(key: Any) -> tuple[Any, ...]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can
-from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.device import CPU, this_cpu
 from tanghulu.workers.compute.forward_batch import (
     DecodeShape,
     SequenceChunk,
@@ -23,7 +24,9 @@ from tanghulu.workers.compute.forward_batch import (
     pack_decodes,
 )
 from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
-from tanghulu.workers.compute.linear import Arithmetic
+from tanghulu.workers.compute.linear import Arithmetic, Linear
+from tanghulu.workers.compute.models import mlp
+from tanghulu.workers.compute.models.mlp import GatedMlp, GroupedExperts, SeparateExperts
 from tanghulu.workers.compute.models.model import Model, load_model
 from tanghulu.workers.compute.models.shard import require_split
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -228,3 +231,50 @@ def test_kv_of_another_config_has_another_name(paths: Any) -> None:
     finally:
         (path / "config.json").write_text(text)
     assert len(names) == 2
+
+
+class TestGroupedExperts:
+    """The products of GPUs, on a CPU, beside the loop over experts."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("num_rows", [1, 3, 40])
+    def test_they_compute_what_the_loop_computes(self, dtype: torch.dtype, num_rows: int) -> None:
+        """With experts that nobody picked, and one that all rows pick."""
+        generator = torch.Generator().manual_seed(num_rows)
+        gate_up = torch.randn(7, 2 * 16, 24, generator=generator).to(dtype)
+        down = torch.randn(7, 24, 16, generator=generator).to(dtype)
+        rows = torch.randn(num_rows, 24, generator=generator).to(dtype)
+        arithmetic = Arithmetic(this_cpu(), dtype, dtype)
+        pairs = zip(gate_up, down, strict=True)
+        loop = SeparateExperts(
+            [GatedMlp(*(Linear(each, arithmetic=arithmetic) for each in pair), F.silu) for pair in pairs]
+        )
+        grouped = GroupedExperts(gate_up, down, F.silu)
+        for owners in (torch.randint(1, 6, (num_rows,), generator=generator).sort().values, torch.full((num_rows,), 6)):
+            wanted, got = loop(rows, owners), grouped(rows, owners)
+            assert float((got - wanted).float().norm() / wanted.float().norm()) < (
+                1e-5 if dtype == torch.float32 else 0.01
+            )
+
+    @pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith("gemma")])
+    def test_logits_are_those_of_transformers(self, variant: str, paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = paths(variant)
+        monkeypatch.setattr(mlp, "can_group", lambda *needs: True)
+        model = load_model(resolve_model(str(path)), torch.float32)
+        assert model.is_static
+        tokens = prompt(150)
+        with torch.inference_mode():
+            expected = reference(path)(torch.tensor([tokens])).logits[0]
+        cuts = [19, 20, 149]
+        rows = [18, 19, 148, 149]
+        torch.testing.assert_close(logits_in_runs(model, tokens, cuts, 1), expected[rows], atol=1e-4, rtol=1e-4)
+
+    def test_where_there_is_a_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu = torch.device("cuda", 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert mlp.can_group(gpu, torch.bfloat16, (2048, 768))
+        assert not mlp.can_group(gpu, torch.bfloat16, (2048, 765))
+        assert not mlp.can_group(gpu, torch.float16, (2048, 768))
+        assert not mlp.can_group(CPU, torch.bfloat16, (2048, 768))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+        assert not mlp.can_group(gpu, torch.bfloat16, (2048, 768))

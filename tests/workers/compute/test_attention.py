@@ -206,6 +206,27 @@ class TestTrial:
 
         assert "off by" in str(try_kernel(Kernel(wrong, False), CPU, torch.bfloat16, 16, 16))
 
+    @pytest.mark.parametrize("head_dim", [16, 64, 128])
+    def test_a_right_kernel_may_round_to_the_neighbouring_number(self, head_dim: int):
+        """Which is .016 away from numbers above 2, but never 1 % of a row."""
+
+        def rounded(*args: Any, **more: Any) -> torch.Tensor:
+            right = varlen_attn(*args, **more)
+            return (right.view(torch.int16) + 1).view(torch.bfloat16)
+
+        assert try_kernel(Kernel(rounded, False), CPU, torch.bfloat16, head_dim, 16) is None
+
+    @pytest.mark.parametrize("error", [float("nan"), 0.015])
+    def test_a_kernel_that_is_wrong_in_one_row_is_found(self, error: float):
+        """By an error that is small beside the largest number, too."""
+
+        def wrong(*args: Any, **more: Any) -> torch.Tensor:
+            out = varlen_attn(*args, **more)
+            out[0] += error
+            return out
+
+        assert "off by" in str(try_kernel(Kernel(wrong, False), CPU, torch.bfloat16, 16, 256))
+
     @pytest.mark.parametrize(
         ("kernel", "block_tokens", "reads_tables", "key_starts"),
         [

@@ -15,7 +15,7 @@ from tanghulu.transfer_engine.gpu.staging import CudaCopier
 from tanghulu.workers.compute import cuda_graphs
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
 from tanghulu.workers.compute.device import CPU
-from tanghulu.workers.compute.forward_batch import decode_batch, pack_decodes
+from tanghulu.workers.compute.forward_batch import DecodeShape, SequenceChunk, decode_batch, pack_decodes
 from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import DeviceRunner
 from tanghulu.workers.engine.engine import EngineCore
@@ -70,6 +70,36 @@ def test_beyond_the_bound_steps_run_without(tiny_model: Model, monkeypatch: pyte
     core, graphs = played(tiny_model, monkeypatch)
     assert texts(core) == texts(engine(tiny_model))
     assert len(graphs._graphs) == most
+
+
+def test_a_worker_records_the_shapes_of_its_steps_before_the_first(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):
+    core, graphs = played(tiny_model, monkeypatch)
+    graphs.record(core.config.max_num_seqs)
+    recorded = set(graphs._graphs)
+    assert {shape.num_sequences for shape in recorded} == {1, 2, 4, 8, 16, 24, 32}
+    assert {shape.num_blocks for shape in recorded} == {4, 8, 16, 32}, "256 tokens of context"
+    assert texts(core) == texts(engine(tiny_model))
+    assert set(graphs._graphs) == recorded
+
+
+def test_what_no_graph_is_left_for_is_said_once(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):
+    """The narrow shapes, which most steps have, come first."""
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 8)
+    core, graphs = played(tiny_model, monkeypatch)
+    with structlog.testing.capture_logs() as logs:
+        graphs.record(32)
+        texts(core)
+    assert [(entry["num_graphs"], entry["not_recorded"]) for entry in logs if entry["event"] == "cuda_graphs.full"] == [
+        (8, (24, 8))
+    ]
+    assert list(graphs._graphs) == [*((size, 4) for size in (32, 24, 16, 8, 4, 2, 1)), (32, 8)]
+
+
+def test_sizes_of_steps():
+    sizes = [
+        DecodeShape.of([SequenceChunk([1], 5, [1], True)] * count, 8).num_sequences for count in (1, 3, 16, 17, 65)
+    ]
+    assert sizes == [1, 4, 16, 24, 72]
 
 
 def test_a_recording_that_fails_is_said_once_and_costs_no_step(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests.workers.tiny import TinyModel, write_tiny
 
 def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "this_cpu", lambda: CpuFeatures(native_bfloat16=True, has_fbgemm=True, has_onednn=True))
-    config, source = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20), resolve_model(str(tiny.path))
+    config = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20).for_device(on_gpu=False)
+    source = resolve_model(str(tiny.path))
     layout = KvLayout.of(source.config, config.block_tokens, "bfloat16")
     placed = torch_loading._Placement.of(config, source)
     assert placed.arithmetic.dtypes == (torch.float32, torch.bfloat16)
@@ -31,7 +33,7 @@ def test_weights_have_one_form_where_two_do_not_fit(tiny: TinyModel, monkeypatch
 
     def fitted(available: int | None) -> Arithmetic:
         monkeypatch.setattr(torch_loading, "free_bytes", lambda device: available)
-        return torch_loading._fit(config, source, layout, placed).arithmetic
+        return torch_loading._fit(config, source, layout, placed)[0].arithmetic
 
     assert fitted(both) is fitted(None) is placed.arithmetic
     assert fitted(both - 1).dtypes == (torch.bfloat16,)
@@ -77,3 +79,56 @@ def test_memory_is_planned_for_the_context_that_the_cache_holds(
     loaded = torch_loading.load(config, lambda fraction: None)
     runner = loaded.make_runner(memoryview(bytearray(1 << 20)))
     assert contexts[0] == runner.max_context == max(4096, runner.cache.num_blocks * config.block_tokens)
+
+
+def test_a_gpus_memory_is_taken_before_the_weights_are_read(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So of two workers that start at once one is refused at once, with the reason."""
+    order: list[str] = []
+    taken: list[int] = []
+    monkeypatch.setattr(torch_loading._Placement, "on_gpu", property(lambda placed: True))
+    monkeypatch.setattr(torch_loading, "load_tokenizer_assets", lambda source: None)
+    monkeypatch.setattr(torch_loading, "reserve", lambda num_bytes, device: taken.append(num_bytes))
+    load_model, cache = torch_loading.load_model, torch_loading.DeviceKvCache
+    monkeypatch.setattr(torch_loading, "load_model", lambda *a, **k: (order.append("weights"), load_model(*a, **k))[1])
+    monkeypatch.setattr(torch_loading, "DeviceKvCache", lambda *a: (order.append("cache"), cache(*a))[1])
+    config = WorkerConfig(model=str(tiny.path), device="cpu", kv_memory=1 << 20, kv_staging=4 << 20)
+    recorded: list[int] = []
+    monkeypatch.setattr(torch_loading.DeviceRunner, "record", lambda runner, count: recorded.append(count))
+    loaded = torch_loading.load(config, lambda fraction: None)
+    assert recorded == [128]
+    assert order == ["cache", "weights"]
+    assert taken[0] > config.kv_memory
+    runner = loaded.make_runner(memoryview(b""))
+    assert order == ["cache", "weights"], "the runner has the cache that was made before"
+    assert runner.cache.num_blocks == loaded.layout.num_blocks_in(1 << 20)
+
+
+def test_limits_that_are_not_set_are_the_devices(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = WorkerConfig(model=str(tiny.path), device="cpu")
+    on_cpu = config.for_device(on_gpu=False)
+    assert (on_cpu.kv_memory, on_cpu.max_num_batched_tokens, on_cpu.max_num_seqs) == (1 << 30, 512, 32)
+    on_gpu = config.for_device(on_gpu=True)
+    assert (on_gpu.max_num_batched_tokens, on_gpu.max_num_seqs) == (2048, 128)
+    own = WorkerConfig(kv_memory=5, max_num_batched_tokens=6, max_num_seqs=7)
+    assert own.for_device(on_gpu=True) == own == own.for_device(on_gpu=False)
+
+
+def test_a_gpus_cache_has_most_of_what_the_model_leaves(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_loading._Placement, "on_gpu", property(lambda placed: True))
+    monkeypatch.setattr(torch_loading, "free_bytes", lambda device: 80 << 30)
+    monkeypatch.setattr(torch_loading, "total_bytes", lambda device: 80 << 30)
+    source = resolve_model(str(tiny.path))
+    for ranks in (1, 2):
+        config = WorkerConfig(model=str(tiny.path), device="cpu", tp=ranks).for_device(on_gpu=True)
+        layout = KvLayout.of(source.config, config.block_tokens, "float32", ranks)
+        placed = torch_loading._Placement.of(config, source)
+        size = torch_loading._left_bytes(config, source, layout, placed)
+        assert 0.85 * (80 << 30) < size / ranks < 0.9 * (80 << 30)
+        torch_loading._fit(replace(config, kv_memory=size), source, layout, placed)
+        shared = replace(config, device_workers=2)
+        monkeypatch.setattr(torch_loading, "num_sharing", lambda *given: given[2])
+        assert torch_loading._left_bytes(shared, source, layout, placed) < size / 2, "the other's half is left"
+    monkeypatch.setattr(torch_loading, "free_bytes", lambda device: 1 << 20)
+    size = torch_loading._left_bytes(config, source, layout, placed)
+    with pytest.raises(ConfigError, match=r"the worker needs .* is available"):
+        torch_loading._fit(replace(config, kv_memory=size), source, layout, placed)

@@ -6,12 +6,15 @@ of a step are put in the order of their experts, so that an expert multiplies al
 read once a step. Worked example, 2 of 4 experts, 3 tokens that picked {1, 0}, {1, 3}, {0, 1}: in order of experts the
 rows are 0 2 | 0 1 2 | 1, three products; put back in order, each token adds up the results of its picks, best first.
 
+On GPUs that have a kernel for it one grouped product takes the place of all experts' (`GroupedExperts`): hundreds of
+launches a layer become two, and the numbers of rows stay on the device, so that steps can be recorded.
+
 A token's summands and their order follow from the token alone, so experts are batch-invariant if their products are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,6 +29,8 @@ class GatedMlp:
 
     On several ranks each computes a summand. Results [N, hidden] are tensors of their own.
     """
+
+    is_static = True
 
     def __init__(self, gate_up: Linear, down: Linear, activate: Activation) -> None:
         self._gate_up, self._down, self._activate = gate_up, down, activate
@@ -46,11 +51,57 @@ class GatedMlp:
         return self._activate(gate).mul_(up)
 
 
+class SeparateExperts:
+    """Experts with a product each."""
+
+    def __init__(self, experts: Sequence[GatedMlp]) -> None:
+        self._experts = experts
+
+    def __call__(self, rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        """Compute ``rows`` [R, hidden] by the experts ``owners`` [R], which ascend."""
+        counts = torch.bincount(owners, minlength=len(self._experts)).tolist()
+        return torch.cat([self._experts[at](part) for at, part in enumerate(torch.split(rows, counts)) if len(part)])
+
+
+class GroupedExperts:
+    """As `SeparateExperts`, in two products: ``gate_up`` [count, 2 width, hidden], ``down`` [count, hidden, width]."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activate: Activation) -> None:
+        self._gate_up, self._down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        self._numbers = torch.arange(len(down), device=down.device)
+        self._activate = activate
+
+    def __call__(self, rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        ends = torch.searchsorted(owners, self._numbers, right=True, out_int32=True)
+        gate, up = torch._grouped_mm(rows, self._gate_up, offs=ends).chunk(2, dim=-1)
+        return torch._grouped_mm(self._activate(gate).mul_(up), self._down, offs=ends)
+
+
+#: Compute capability from which torch has a kernel for grouped products; others loop over experts on the host.
+_GROUPED_FROM = (9, 0)
+
+
+def can_group(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Return whether ``device`` has a kernel for grouped products of ``dtype`` with rows of ``widths``."""
+    return (
+        device.type == "cuda"
+        and dtype is torch.bfloat16
+        and hasattr(torch, "_grouped_mm")
+        and not any(width % 8 for width in widths)  # rows begin at multiples of 16 bytes
+        and torch.cuda.get_device_capability(device) >= _GROUPED_FROM
+    )
+
+
 class RoutedMlp:
     """As a `GatedMlp`: ``experts``, of which ``router`` [count, hidden] picks some for each token by ``routing``."""
 
-    def __init__(self, router: Linear, experts: Sequence[GatedMlp], routing: RoutedExperts) -> None:
+    def __init__(self, router: Linear, experts: SeparateExperts | GroupedExperts, routing: RoutedExperts) -> None:
         self._router, self._experts, self._routing = router, experts, routing
+
+    @property
+    def is_static(self) -> bool:
+        """Whether operations depend on the number of rows alone, and not on the experts that tokens pick."""
+        return isinstance(self._experts, GroupedExperts)
 
     def take_factor(self) -> float:
         return 1.0  # router and experts take the same inputs, and each has a factor of its own
@@ -58,13 +109,10 @@ class RoutedMlp:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         per_token = self._routing.per_token
         weights, picked = self._pick(inputs)
-        flat = picked.flatten()
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=len(self._experts)).tolist()
-        rows = inputs.index_select(0, order // per_token)
-        results = [self._experts[at](part) for at, part in enumerate(torch.split(rows, counts)) if len(part)]
+        owners, order = picked.flatten().sort(stable=True)
+        results = self._experts(inputs.index_select(0, order // per_token), owners)
         back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        weighted = torch.cat(results).index_select(0, back).view(len(inputs), per_token, -1).mul_(weights[:, :, None])
+        weighted = results.index_select(0, back).view(len(inputs), per_token, -1).mul_(weights[:, :, None])
         total = weighted[:, 0].clone()
         for other in weighted.unbind(1)[1:]:
             total.add_(other)
@@ -104,28 +152,37 @@ def _load_experts(
     loader: WeightLoader, hidden: int, experts: RoutedExperts, prefix: str, activate: Activation
 ) -> RoutedMlp:
     """Load any of three layouts: all experts in one tensor, or each by itself under Mixtral's names or Qwen's."""
-    width, numbers = experts.intermediate, range(experts.count)
-    mixtral = loader.has(f"{prefix}.block_sparse_moe.gate.weight")
-    folder = f"{prefix}.{'block_sparse_moe' if mixtral else 'mlp'}"
-    router = Linear(loader.take(f"{folder}.gate.weight", (experts.count, hidden)), arithmetic=loader.arithmetic)
+    folder = f"{prefix}.{'block_sparse_moe' if loader.has(f'{prefix}.block_sparse_moe.gate.weight') else 'mlp'}"
+    arithmetic = loader.arithmetic
+    router = Linear(loader.take(f"{folder}.gate.weight", (experts.count, hidden)), arithmetic=arithmetic)
+    weights = _expert_weights(loader, hidden, experts, folder)
+    width = experts.intermediate // loader.shard.size
+    if not arithmetic.invariant and can_group(loader.device, arithmetic.many, (hidden, width)):
+        gate_up, down = (torch.stack(each) for each in zip(*weights, strict=True))
+        return RoutedMlp(router, GroupedExperts(gate_up, down, activate), experts)
+    made = [
+        GatedMlp(Linear(gate_up, arithmetic=arithmetic), Linear(down, arithmetic=arithmetic), activate)
+        for gate_up, down in weights
+    ]
+    return RoutedMlp(router, SeparateExperts(made), experts)
+
+
+def _expert_weights(
+    loader: WeightLoader, hidden: int, experts: RoutedExperts, folder: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this rank's rows of each expert's gate and up, one behind the other, and its columns of down."""
+    width, own = experts.intermediate, loader.shard.own(experts.intermediate)
     if loader.has(f"{folder}.experts.gate_up_proj"):
         widening = loader.take(f"{folder}.experts.gate_up_proj", (experts.count, 2 * width, hidden))
         narrowing = loader.take(f"{folder}.experts.down_proj", (experts.count, hidden, width))
-        own = loader.shard.own(width)
-        made = []
         for gate_up, down in zip(widening, narrowing, strict=True):
             gate, up = gate_up.chunk(2)
-            widen = Linear(torch.cat((gate[own], up[own])), arithmetic=loader.arithmetic)
-            made.append(GatedMlp(widen, Linear(down[:, own], arithmetic=loader.arithmetic), activate))
-        return RoutedMlp(router, made, experts)
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    each = [f"{folder}.experts.{number}" for number in numbers]
-    made = [
-        GatedMlp(
-            loader.linear(name, ((gate, width), (up, width)), hidden),
-            loader.summand(f"{name}.{down}", hidden, width),
-            activate,
+            yield torch.cat((gate[own], up[own])), down[:, own]
+        return
+    names = ("w1", "w3", "w2") if folder.endswith("block_sparse_moe") else ("gate_proj", "up_proj", "down_proj")
+    for number in range(experts.count):
+        gate, up, down = (f"{folder}.experts.{number}.{name}.weight" for name in names)
+        yield (
+            torch.cat([loader.take(name, (width, hidden))[own] for name in (gate, up)]),
+            loader.take(down, (hidden, width))[:, own],
         )
-        for name in each
-    ]
-    return RoutedMlp(router, made, experts)

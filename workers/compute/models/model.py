@@ -108,6 +108,11 @@ class Model:
         if progress is not None:
             progress(1.0)
 
+    @property
+    def is_static(self) -> bool:
+        """Whether operations depend on a step's shape alone, so that they can be recorded."""
+        return not self.batch_invariant and all(layer.mlp.is_static for layer in self._layers)
+
     def with_layers(self, num_layers: int) -> Model:
         """Return the model without the layers after the first ``num_layers``; the weights are shared."""
         shallow = copy.copy(self)

@@ -33,12 +33,12 @@ class WeightLoader:
         arithmetic: Arithmetic,
     ) -> None:
         self._config, self._weights, self._dtype, self.shard = config, weights, dtype, shard
-        self._device, self.arithmetic = device, arithmetic
+        self.device, self.arithmetic = device, arithmetic
 
     @property
     def on_cpu(self) -> bool:
         """Whether the weights go to main memory."""
-        return self._device.type == "cpu"
+        return self.device.type == "cpu"
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has the tensor."""
@@ -53,8 +53,8 @@ class WeightLoader:
             raise ModelUnsupported(
                 f"tensor {name!r} is {tensor.dtype}: this worker does not support quantised safetensors"
             )
-        if self._device.type != "cpu":  # over the bus in the file's type, converted there
-            return tensor.to(self._device).to(self._dtype)
+        if self.device.type != "cpu":  # over the bus in the file's type, converted there
+            return tensor.to(self.device).to(self._dtype)
         # clone: a tensor that is a view of a mapped file must not outlive the file.
         return tensor.to(self._dtype, copy=True)
 
