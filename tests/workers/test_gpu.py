@@ -11,7 +11,8 @@ import torch
 
 from tanghulu.session.sampling import Sampling
 from tanghulu.transfer_engine.core.segment import MemorySegment
-from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier, pin
+from tanghulu.transfer_engine.gpu.mover import BlockMover
+from tanghulu.transfer_engine.gpu.staging import DeviceBlocks, StagingRing, make_copier, pin
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
 from tanghulu.workers.compute.attention.varlen import operator_arguments
 from tanghulu.workers.compute.device_sampling import sample_on_device
@@ -25,7 +26,7 @@ from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
-from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
+from tanghulu.workers.kv.staging import StagedWindow
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
 from tests.workers.rig import PROMPT, DictStore, Rig
@@ -149,7 +150,7 @@ class TestStaging:
     def test_bytes_go_out_and_come_back(self):
         blocks, memory = self._blocks()
         before = memory.cpu()
-        port = StagedPort(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
+        port = BlockMover(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
         seen: list[bytes] = []
         order = random.Random(3).sample(range(40), 33)
         assert port.drain(order, lambda at, buffers: seen.extend(map(bytes, buffers)) or len(buffers)) == 33
@@ -184,7 +185,7 @@ class TestStaging:
         runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, num_blocks=64)
         parts = DeviceBlocks([runner.cache.memory])
         rings = [StagingRing(GPU, 6 * parts.block_bytes, make_copier(GPU, settled=True)) for _ in range(4)]
-        on_gpu = Rig(model, store, runner=runner, port=StagedPort(parts, rings))
+        on_gpu = Rig(model, store, runner=runner, port=BlockMover(parts, rings))
         on_cpu = Rig(tiny_model, store)
         text, _ = on_cpu.run("one", PROMPT, 4)
         on_cpu.run_until_idle()
@@ -233,7 +234,7 @@ def two_ranks(wide: TinyModel) -> Iterator[tuple[EngineCore, DeviceBlocks]]:
 def test_two_ranks_give_the_text_of_one(two_ranks: tuple[EngineCore, DeviceBlocks], wide: TinyModel):
     core, blocks = two_ranks
     assert texts(core) == texts(device_engine(load(wide, torch.float32, "auto", BLOCK)))
-    port = StagedPort(blocks, [StagingRing(GPU, 4 * blocks.block_bytes, make_copier(GPU, settled=True))])
+    port = BlockMover(blocks, [StagingRing(GPU, 4 * blocks.block_bytes, make_copier(GPU, settled=True))])
     seen: list[bytes] = []
     used = [block for block in range(64) if core.scheduler.pool._hashes[block] is not None]
     port.drain(used[:3], lambda at, buffers: seen.extend(map(bytes, buffers)) or len(buffers))
