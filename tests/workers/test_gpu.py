@@ -11,6 +11,7 @@ import torch
 
 from tanghulu.session.sampling import Sampling
 from tanghulu.transfer_engine.core.segment import MemorySegment
+from tanghulu.transfer_engine.gpu import staging as gpu_staging
 from tanghulu.transfer_engine.gpu.mover import BlockMover
 from tanghulu.transfer_engine.gpu.staging import DeviceBlocks, StagingRing, make_copier, pin
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
@@ -78,7 +79,7 @@ def texts(core: EngineCore, block_tokens: int = BLOCK) -> dict[str, list[int]]:
     return run_all(core)
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa"])
 @pytest.mark.parametrize("block_tokens", [16, 256])
 def test_logits_are_those_of_transformers(wide: TinyModel, attention: str, block_tokens: int):
     """A prompt in three runs; transformers in float32 on the CPU, ours in bfloat16."""
@@ -108,6 +109,16 @@ def test_graphs_compute_what_is_computed_without(wide: TinyModel, dtype: torch.d
     assert recorded is not None
     assert recorded._graphs, "steps were replayed"
     assert not recorded._failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept_as", [None, torch.int8])
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(64, 16), (80, 24), (128, 64), (256, 256)])
+def test_decodes_are_attended_by_tables(
+    dtype: torch.dtype, kept_as: torch.dtype | None, head_dim: int, block_tokens: int
+):
+    for has_windows in (False, True):
+        assert can("triton", AttentionNeeds(GPU, dtype, head_dim, block_tokens, has_windows, kept_as)) is None
 
 
 def test_there_is_a_kernel_that_reads_blocks_of_256_tokens():
@@ -143,12 +154,15 @@ def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch):
 
 
 class TestStaging:
-    def _blocks(self) -> tuple[DeviceBlocks, torch.Tensor]:
+    def _blocks(self, num_parts: int = 1) -> tuple[DeviceBlocks, torch.Tensor]:
         memory = torch.randint(0, 256, (40, 65_536), dtype=torch.uint8, device=GPU)
-        return DeviceBlocks([memory]), memory
+        return DeviceBlocks(list(memory.chunk(num_parts, dim=1))), memory
 
-    def test_bytes_go_out_and_come_back(self):
-        blocks, memory = self._blocks()
+    @pytest.mark.parametrize(("num_parts", "least_piece"), [(1, 1), (1, 1 << 20), (16, 1), (16, 1 << 20)])
+    def test_bytes_go_out_and_come_back(self, monkeypatch: pytest.MonkeyPatch, num_parts: int, least_piece: int):
+        """Piece by piece, and put together on the device."""
+        monkeypatch.setattr(gpu_staging, "_LEAST_PIECE_BYTES", least_piece)
+        blocks, memory = self._blocks(num_parts)
         before = memory.cpu()
         port = BlockMover(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
         seen: list[bytes] = []
