@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +127,17 @@ class TestTrial:
 
     def test_other_types(self):
         assert "not torch.float64" in str(why_not(CPU, torch.float64, 64, 16))
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path):
+    """To machine code, which needs none; in a process that does not interpret."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.compute.compile_triton"],
+        env=kept | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(int(line) <= 99 << 10 for line in done.stdout.split()), "as much as the smallest GPU has"
 
 
 def test_work_of_a_split_follows_from_shapes_alone():
