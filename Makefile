@@ -10,6 +10,8 @@ PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.1
 TORCH_211 ?= $(HOME)/.cache/tanghulu/torch-2.11
 # Processes that test side by side; with make test JOBS=0 pytest's own alone, which shows what tests print.
 JOBS ?= 2
+# Triton's own folder: it weighs 1 GB, and other tests run without it, as installations for CPUs do.
+TRITON ?= $(HOME)/.cache/tanghulu/triton
 # What make coverage runs: tracing costs half as much CPU time again (3.11), so not the whole suite.
 COVERAGE_TESTS ?= tests/auth tests/discovery tests/rpc $(addprefix tests/conductor/,dispatch index peers routing stories text tools)
 # Slow tests without processes and deadlines of their own, so that they can run side by side. Lives of the simulations
@@ -38,6 +40,10 @@ test: $(VENV)/.ready ## the quick suite, with real processes and the real model
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
 	PYTHONHASHSEED=0 $(PY) -m pytest -n $(JOBS) -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(IN_PROCESS)
 	$(PY) -m pytest -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(addprefix --ignore=,$(IN_PROCESS))
+
+test-kernels: $(VENV)/.ready ## Triton's kernels in its interpreter, on CPUs; the first time fetches triton (290 MB)
+	test -d $(TRITON)/triton || python3 -m pip install -q --no-deps --target $(TRITON) triton==3.9.0
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest $(PYTEST_FLAGS) tests/workers/compute/test_triton_decode.py
 
 test-by-hand: $(VENV)/.ready ## what takes too long for every change: faults under the real model
 	$(PY) -m pytest -m "slow and by_hand" $(PYTEST_FLAGS)
@@ -110,4 +116,4 @@ protos: $(VENV)/.ready ## regenerate the committed protobuf code
 client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
 	$(PY) tools/generate_client.py
 
-.PHONY: audit docs release help up test test-slow test-by-hand test-engines test-torch-211 test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client
+.PHONY: audit docs release help up test test-slow test-kernels test-by-hand test-engines test-torch-211 test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client

@@ -26,6 +26,7 @@ MAX_PARAMETERS = 7
 FORGIVEN: dict[str, str] = {
     "small: tanghulu.aio": "a name for users",
     "class: Chunk": "what a get returns, and what a node keeps: the same thing on either side of the wire",
+    "parameters: tanghulu.workers.compute.attention.triton_decode._decode": "a kernel of Triton takes plain numbers",
     "word: tanghulu.cli.progress: SpinnerColumn": "a class of rich",
 }
 

@@ -40,7 +40,7 @@ class WorkerConfig(TransferOptions, SessionOptions):
     device_workers: int = option(
         1, "number of workers on this host; those on one GPU share its memory for KV", least=1, most=MAX_COUNT
     )
-    attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
+    attention: str = option("auto", "attention backend", choices=("auto", "triton", "varlen", "sdpa"))
     batch_invariant: bool = option(
         False,
         "compute the same bits for a request whether it is batched, chunked, cached or moved; slows prefills down",
@@ -103,7 +103,7 @@ class WorkerConfig(TransferOptions, SessionOptions):
             self._require_no_model(is_speculative)
         if self.mock_kv_token_bytes % 8:
             raise ConfigError(f"--debug mock_kv_token_bytes={self.mock_kv_token_bytes} is no multiple of 8")
-        if self.batch_invariant and (self.tp > 1 or self.attention == "varlen"):
+        if self.batch_invariant and (self.tp > 1 or self.attention in ("triton", "varlen")):
             raise ConfigError(
                 f"--batch-invariant works with --tp 1 and --attention auto or sdpa, not with --tp {self.tp} and "
                 f"--attention {self.attention}"

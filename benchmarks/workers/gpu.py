@@ -35,7 +35,8 @@ from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.session.outputs import KvSource, PrefixHolder
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.session.speed import SpeedMeter
-from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier
+from tanghulu.transfer_engine.gpu.mover import BlockMover
+from tanghulu.transfer_engine.gpu.staging import DeviceBlocks, StagingRing, make_copier
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
 from tanghulu.workers.compute.device import describe_device, pick_device, wait_for
@@ -49,7 +50,7 @@ from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import ExportPart
-from tanghulu.workers.kv.staging import NUM_RINGS, DeviceBlocks, StagedPort
+from tanghulu.workers.kv.staging import NUM_RINGS
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.weights.hf_config import config_from_hf
 from tanghulu.workers.weights.model_config import ModelConfig
@@ -266,11 +267,11 @@ class Bench:
             for name, way in ways.items()
         ]
 
-    def _port(self, runner: DeviceRunner, ring_bytes: int) -> StagedPort:
+    def _port(self, runner: DeviceRunner, ring_bytes: int) -> BlockMover:
         blocks = DeviceBlocks([runner.cache.memory])
         size = max(ring_bytes, 2 * blocks.block_bytes)
         copiers = [make_copier(self.device, settled=True) for _ in range(NUM_RINGS)]
-        return StagedPort(blocks, [StagingRing(self.device, size, copier) for copier in copiers])
+        return BlockMover(blocks, [StagingRing(self.device, size, copier) for copier in copiers])
 
     def long(self, length: int, budget: int, ring_bytes: int, rounds: int) -> list[dict[str, Any]]:
         """A prompt that is cold; one that shares 90 % with it behind a flush; one that does so without a flush."""

@@ -11,7 +11,9 @@ import torch
 
 from tanghulu.session.sampling import Sampling
 from tanghulu.transfer_engine.core.segment import MemorySegment
-from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier, pin
+from tanghulu.transfer_engine.gpu import staging as gpu_staging
+from tanghulu.transfer_engine.gpu.mover import BlockMover
+from tanghulu.transfer_engine.gpu.staging import DeviceBlocks, StagingRing, make_copier, pin
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
 from tanghulu.workers.compute.attention.varlen import operator_arguments
 from tanghulu.workers.compute.device_sampling import sample_on_device
@@ -25,7 +27,7 @@ from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
-from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
+from tanghulu.workers.kv.staging import StagedWindow
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
 from tests.workers.rig import PROMPT, DictStore, Rig
@@ -77,7 +79,7 @@ def texts(core: EngineCore, block_tokens: int = BLOCK) -> dict[str, list[int]]:
     return run_all(core)
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa"])
 @pytest.mark.parametrize("block_tokens", [16, 256])
 def test_logits_are_those_of_transformers(wide: TinyModel, attention: str, block_tokens: int):
     """A prompt in three runs; transformers in float32 on the CPU, ours in bfloat16."""
@@ -109,6 +111,16 @@ def test_graphs_compute_what_is_computed_without(wide: TinyModel, dtype: torch.d
     assert recorded is not None
     assert recorded._graphs, "steps were replayed"
     assert not recorded._failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept_as", [None, torch.int8])
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(64, 16), (80, 24), (128, 64), (256, 256)])
+def test_decodes_are_attended_by_tables(
+    dtype: torch.dtype, kept_as: torch.dtype | None, head_dim: int, block_tokens: int
+):
+    for has_windows in (False, True):
+        assert can("triton", AttentionNeeds(GPU, dtype, head_dim, block_tokens, has_windows, kept_as)) is None
 
 
 def test_there_is_a_kernel_that_reads_blocks_of_256_tokens():
@@ -144,14 +156,17 @@ def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch):
 
 
 class TestStaging:
-    def _blocks(self) -> tuple[DeviceBlocks, torch.Tensor]:
+    def _blocks(self, num_parts: int = 1) -> tuple[DeviceBlocks, torch.Tensor]:
         memory = torch.randint(0, 256, (40, 65_536), dtype=torch.uint8, device=GPU)
-        return DeviceBlocks([memory]), memory
+        return DeviceBlocks(list(memory.chunk(num_parts, dim=1))), memory
 
-    def test_bytes_go_out_and_come_back(self):
-        blocks, memory = self._blocks()
+    @pytest.mark.parametrize(("num_parts", "least_piece"), [(1, 1), (1, 1 << 20), (16, 1), (16, 1 << 20)])
+    def test_bytes_go_out_and_come_back(self, monkeypatch: pytest.MonkeyPatch, num_parts: int, least_piece: int):
+        """Piece by piece, and put together on the device."""
+        monkeypatch.setattr(gpu_staging, "_LEAST_PIECE_BYTES", least_piece)
+        blocks, memory = self._blocks(num_parts)
         before = memory.cpu()
-        port = StagedPort(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
+        port = BlockMover(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
         seen: list[bytes] = []
         order = random.Random(3).sample(range(40), 33)
         assert port.drain(order, lambda at, buffers: seen.extend(map(bytes, buffers)) or len(buffers)) == 33
@@ -186,7 +201,7 @@ class TestStaging:
         runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, num_blocks=64)
         parts = DeviceBlocks([runner.cache.memory])
         rings = [StagingRing(GPU, 6 * parts.block_bytes, make_copier(GPU, settled=True)) for _ in range(4)]
-        on_gpu = Rig(model, store, runner=runner, port=StagedPort(parts, rings))
+        on_gpu = Rig(model, store, runner=runner, port=BlockMover(parts, rings))
         on_cpu = Rig(tiny_model, store)
         text, _ = on_cpu.run("one", PROMPT, 4)
         on_cpu.run_until_idle()
@@ -235,7 +250,7 @@ def two_ranks(wide: TinyModel) -> Iterator[tuple[EngineCore, DeviceBlocks]]:
 def test_two_ranks_give_the_text_of_one(two_ranks: tuple[EngineCore, DeviceBlocks], wide: TinyModel):
     core, blocks = two_ranks
     assert texts(core) == texts(device_engine(load(wide, torch.float32, "auto", BLOCK)))
-    port = StagedPort(blocks, [StagingRing(GPU, 4 * blocks.block_bytes, make_copier(GPU, settled=True))])
+    port = BlockMover(blocks, [StagingRing(GPU, 4 * blocks.block_bytes, make_copier(GPU, settled=True))])
     seen: list[bytes] = []
     used = [block for block in range(64) if core.scheduler.pool._hashes[block] is not None]
     port.drain(used[:3], lambda at, buffers: seen.extend(map(bytes, buffers)) or len(buffers))

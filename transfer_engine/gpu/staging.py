@@ -1,16 +1,20 @@
 """Transfers of GPU memory through a pinned ring in main memory: for every transport, and every GPU supported by torch.
 
 Owns the ring and the copy streams; ``staging_plan`` decides what is in it when. The one file of the transfer engine
-that imports torch, and only when a ring is made.
+that imports torch, and only when a ring is made or used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.runtime.clock import SystemClock
@@ -24,21 +28,55 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-class DeviceCopier(Protocol):
-    """Copies between a device's memory and the ring; a copy continues after the call that starts it."""
+#: Pieces from this size on are copied one by one; smaller ones first gathered on their device, as the start of a copy
+#: takes as long as the link needs for some 100 KB.
+_LEAST_PIECE_BYTES = 256 << 10
 
+
+class DeviceBlocks:
+    """Blocks as parts on devices: ``parts[p]`` uint8 [blocks, part bytes], at ``bounds[p]`` of a block's bytes."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.parts = parts
+        self.bounds = list(pairwise(accumulate((part.shape[1] for part in parts), initial=0)))
+        self.block_bytes = self.bounds[-1][1]
+        self.devices = list(dict.fromkeys(part.device for part in parts))
+
+    @cached_property
+    def arrays(self) -> list[Any]:
+        """The parts as arrays, if they are in main memory."""
+        return [part.numpy() for part in self.parts]
+
+
+class DeviceCopier(ABC):
+    """Copies between devices' memory and the ring; a copy continues after the call that starts it.
+
+    ``staged`` is uint8 [n, block_bytes] in the ring; its row i has the parts of block ``block_ids[i]`` side by side.
+    """
+
+    @abstractmethod
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy."""
 
+    @abstractmethod
     def wait(self, half: int) -> None:
         """Wait until the half's copies have ended."""
 
+    def gather(self, half: int, staged: torch.Tensor, blocks: DeviceBlocks, block_ids: Sequence[int]) -> None:
+        """Start copying blocks to ``staged``."""
+        for block, row in zip(block_ids, staged, strict=True):
+            for (start, end), part in zip(blocks.bounds, blocks.parts, strict=True):
+                self.copy(half, row[start:end], part[block])
 
-Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.Tensor"]]]
+    def scatter(self, half: int, blocks: DeviceBlocks, block_ids: Sequence[int], staged: torch.Tensor) -> None:
+        """Start copying ``staged`` to blocks."""
+        for block, row in zip(block_ids, staged, strict=True):
+            for (start, end), part in zip(blocks.bounds, blocks.parts, strict=True):
+                self.copy(half, part[block], row[start:end])
 
 
-class HostCopier:
-    """Copies tensors in main memory, synchronously."""
+class HostCopier(DeviceCopier):
+    """Copies tensors in main memory, synchronously; blocks by numpy, which starts a copy faster than torch does."""
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy."""
@@ -47,8 +85,18 @@ class HostCopier:
     def wait(self, half: int) -> None:
         """Return at once: nothing is under way."""
 
+    def gather(self, half: int, staged: torch.Tensor, blocks: DeviceBlocks, block_ids: Sequence[int]) -> None:
+        for row, block in zip(staged.numpy(), block_ids, strict=True):
+            for (start, end), part in zip(blocks.bounds, blocks.arrays, strict=True):
+                row[start:end] = part[block]
 
-class CudaCopier:
+    def scatter(self, half: int, blocks: DeviceBlocks, block_ids: Sequence[int], staged: torch.Tensor) -> None:
+        for row, block in zip(staged.numpy(), block_ids, strict=True):
+            for (start, end), part in zip(blocks.bounds, blocks.arrays, strict=True):
+                part[block] = row[start:end]
+
+
+class CudaCopier(DeviceCopier):
     """Copies tensors on ``devices``, on a stream for each half of the ring and GPU.
 
     The streams come from torch's high-priority pool: those of the other pool are handed out in turn, and one on which
@@ -69,19 +117,64 @@ class CudaCopier:
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy between pinned memory and a GPU on that GPU's stream of the half."""
+        with self._stream(half, to.device if to.is_cuda else source.device):
+            to.copy_(source, non_blocking=True)
+
+    def gather(self, half: int, staged: torch.Tensor, blocks: DeviceBlocks, block_ids: Sequence[int]) -> None:
+        """Start copying blocks to ``staged``; small pieces are put together on the device."""
         import torch
 
-        device = to.device if to.is_cuda else source.device
+        if self._one_by_one(blocks):
+            super().gather(half, staged, blocks, block_ids)
+            return
+        with self._stream(half, blocks.devices[0]):
+            index, whole = _on_device(block_ids, staged, blocks.devices[0])
+            for (start, end), part in zip(blocks.bounds, blocks.parts, strict=True):
+                torch.index_select(part, 0, index, out=whole[:, start:end])
+            staged.copy_(whole, non_blocking=True)
+
+    def scatter(self, half: int, blocks: DeviceBlocks, block_ids: Sequence[int], staged: torch.Tensor) -> None:
+        """Start copying ``staged`` to blocks; small pieces are taken apart on the device."""
+        if self._one_by_one(blocks):
+            super().scatter(half, blocks, block_ids, staged)
+            return
+        with self._stream(half, blocks.devices[0]):
+            index, whole = _on_device(block_ids, staged, blocks.devices[0])
+            whole.copy_(staged, non_blocking=True)
+            for (start, end), part in zip(blocks.bounds, blocks.parts, strict=True):
+                part.index_copy_(0, index, whole[:, start:end])
+
+    def _one_by_one(self, blocks: DeviceBlocks) -> bool:
+        return len(blocks.devices) > 1 or blocks.parts[0].shape[1] >= _LEAST_PIECE_BYTES
+
+    @contextmanager
+    def _stream(self, half: int, device: torch.device) -> Iterator[None]:
+        """Run operations on the half's stream, behind those of the caller's stream unless all is settled."""
+        import torch
+
         stream = self._streams[half][device]
         if not self._settled:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
+            yield
 
     def wait(self, half: int) -> None:
         """Wait until the half's streams are empty."""
         for stream in self._streams[half].values():
             stream.synchronize()
+
+
+def _on_device(
+    block_ids: Sequence[int], staged: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of blocks on ``device``, and memory there like ``staged``.
+
+    Both belong to the current stream, whose later copies alone reuse them.
+    """
+    import torch
+
+    index = torch.tensor(block_ids).pin_memory().to(device, non_blocking=True)
+    return index, torch.empty(staged.shape, dtype=torch.uint8, device=device)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -112,44 +205,47 @@ class StagingRing:
         self.half_bytes = ring_bytes // 2
         self.memory = torch.empty(2 * self.half_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
         self._view = self.memory.numpy().data
-        self._copier = copier or make_copier(device)
+        self.copier = copier or make_copier(device)
 
     def staged(self, piece: Piece) -> torch.Tensor:
         """Return the piece's bytes in the ring, as a tensor."""
         return self.memory[piece.ring_offset : piece.ring_offset + piece.length]
 
+    def rows(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return the bytes of adjacent pieces of one length, uint8 [pieces, length]."""
+        first, length = pieces[0].ring_offset, pieces[0].length
+        return self.memory[first : first + len(pieces) * length].view(len(pieces), length)
+
     def view(self, piece: Piece) -> memoryview:
-        """Return the same bytes as a memoryview."""
+        """Return the piece's bytes in the ring as a memoryview."""
         return self._view[piece.ring_offset : piece.ring_offset + piece.length]
 
     def run(
         self,
         lengths: Sequence[int],
         half_bytes: int,
-        copies: Copies,
+        copy: Callable[[StagingEvent, int, Sequence[Piece]], None],
         move: Callable[[Sequence[Piece]], None],
         *,
         fills: bool,
     ) -> None:
         """Pass requests of these ``lengths`` through, ``half_bytes`` of a half at a time.
 
-        ``copies`` names the (to, from) of the device's copies for a FILL or DRAIN of a piece, ``move`` does the rest of
-        the way; the copies into the ring have ended when it is called, and those out of it when this returns or raises.
+        ``copy`` starts the device's copies for a FILL or DRAIN of a half's pieces, ``move`` does the rest of the way;
+        the copies into the ring have ended when it is called, and those out of it when this returns or raises.
         """
         assert half_bytes <= self.half_bytes
         try:
             for event, half, pieces in StagingPlan(lengths, half_bytes, fills=fills).steps():
                 if event in (StagingEvent.FREE, StagingEvent.MOVE):
-                    self._copier.wait(half)
+                    self.copier.wait(half)
                     if event is StagingEvent.MOVE:
                         move(pieces)
-                    continue
-                for piece in pieces:
-                    for to, source in copies(event, piece):
-                        self._copier.copy(half, to, source)
+                else:
+                    copy(event, half, pieces)
         finally:
             for half in range(2):  # no copy may still run when the next caller comes
-                self._copier.wait(half)
+                self.copier.wait(half)
 
 
 def pin(memory: memoryview) -> Callable[[], None]:
@@ -202,7 +298,7 @@ class GpuStaging:
             self._ring.run(
                 [request.length for request in requests],
                 self._ring.half_bytes,
-                lambda event, piece: self._copies(event, piece, requests, tensors),
+                lambda event, half, pieces: self._copy(event, half, pieces, requests, tensors),
                 lambda pieces: self._move(requests, pieces, until_s),
                 fills=any(request.opcode is Opcode.WRITE for request in requests),
             )
@@ -211,14 +307,21 @@ class GpuStaging:
 
     # --- inside
 
-    def _copies(
-        self, event: StagingEvent, piece: Piece, requests: Sequence[TransferRequest], tensors: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _copy(
+        self,
+        event: StagingEvent,
+        half: int,
+        pieces: Sequence[Piece],
+        requests: Sequence[TransferRequest],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
         wanted = Opcode.WRITE if event is StagingEvent.FILL else Opcode.READ
-        if requests[piece.request_index].opcode is wanted:
-            there = tensors[piece.request_index][piece.offset : piece.offset + piece.length]
-            staged = self._ring.staged(piece)
-            yield (staged, there) if wanted is Opcode.WRITE else (there, staged)
+        for piece in pieces:
+            if requests[piece.request_index].opcode is wanted:
+                there = tensors[piece.request_index][piece.offset : piece.offset + piece.length]
+                staged = self._ring.staged(piece)
+                to, source = (staged, there) if wanted is Opcode.WRITE else (there, staged)
+                self._ring.copier.copy(half, to, source)
 
     def _move(self, requests: Sequence[TransferRequest], pieces: Sequence[Piece], until_s: float) -> None:
         left_s = until_s - self._clock.now_s()

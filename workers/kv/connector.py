@@ -19,6 +19,7 @@ import structlog
 from tanghulu.errors import TanghuluError
 from tanghulu.session.outputs import KvLoad, KvSource
 from tanghulu.session.speed import SpeedMeter
+from tanghulu.transfer_engine.gpu.mover import Move
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -26,7 +27,7 @@ from tanghulu.workers.engine.pulls import MAX_PULLS
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut
-from tanghulu.workers.kv.ports import BlockPort, Move
+from tanghulu.workers.kv.ports import BlockPort
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.kv.store_policy import WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
@@ -173,7 +174,9 @@ class KvConnector(KvTransfers):
 
     def _drain(self, store: StoreAdapter, hashes: list[BlockHash], block_ids: list[int]) -> int:
         """Save the blocks; called in the writer's thread."""
-        return self._port.drain(block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers))
+        return self._port.drain(
+            block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers), shareable=True
+        )
 
     @property
     def _num_writable(self) -> int:
@@ -352,7 +355,8 @@ class KvConnector(KvTransfers):
         """Fetch the wanted blocks of these ``numbers``; return the number of leading ones that arrived."""
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
-        num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers))
+        # The store serves several calls at once; a peer's export is read in order.
+        num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers), shareable=source == "store")
         if num_ok:
             seconds = time.monotonic() - started_s
             self._count_fetch(wanted, source, first, num_ok, seconds)

@@ -7,14 +7,11 @@ interfaces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from tanghulu.transfer_engine.gpu.mover import Move
 from tanghulu.workers.engine.kv_layout import KvMemory
-
-#: Moves some of the named blocks, starting from a number, into or out of these buffers (one each); returns the number
-#: of leading ones that it moved.
-Move = Callable[[int, Sequence[memoryview]], int]
 
 
 def wipe(buffers: Sequence[memoryview]) -> None:
@@ -30,18 +27,11 @@ def wipe(buffers: Sequence[memoryview]) -> None:
 class BlockPort(Protocol):
     """Blocks as buffers of bytes; called from threads that may block, blocks belonging to the caller meanwhile."""
 
-    def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` write the blocks, in order and perhaps some at a time; return the number of leading ones done.
+    def fill(self, block_ids: Sequence[int], move: Move, *, shareable: bool = False) -> int:
+        """Let ``move`` write the blocks, as `BlockMover.fill` does; return the number of leading ones done."""
 
-        Those are in place when this returns; the others are unchanged. Raises what ``move`` raises, unless blocks came
-        before that.
-        """
-
-    def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` read the blocks, in order and perhaps some at a time; return the number of leading ones done.
-
-        Nothing reads them when this returns. Raises what ``move`` raises.
-        """
+    def drain(self, block_ids: Sequence[int], move: Move, *, shareable: bool = False) -> int:
+        """Let ``move`` read the blocks, as `BlockMover.drain` does; return the number of leading ones done."""
 
 
 class ExportWindow(Protocol):
@@ -76,10 +66,10 @@ class HostBlocks:
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
 
-    def fill(self, block_ids: Sequence[int], move: Move) -> int:
+    def fill(self, block_ids: Sequence[int], move: Move, *, shareable: bool = False) -> int:
         return move(0, self._views(block_ids))
 
-    def drain(self, block_ids: Sequence[int], move: Move) -> int:
+    def drain(self, block_ids: Sequence[int], move: Move, *, shareable: bool = False) -> int:
         return move(0, self._views(block_ids))
 
     def take(self, block_ids: Sequence[int]) -> list[int]:

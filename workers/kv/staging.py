@@ -2,10 +2,10 @@
 
 `DeviceStaging` divides ``--kv-staging``. One half is the segment from which other workers read handed-over KV, cut into
 slots of a block. The other half is rings, one for each thread that moves KV: fetches, writes to the store, and the
-engine's own copies of preempted blocks.
+engine's own copies of preempted blocks; and for helpers that share in the store's loads and saves.
 
 The two are kept apart. This worker's fetches and writes pass through rings of the transfer engine
-(`transfer_engine.gpu.staging`), in which the device copies one half while the other is being moved. Blocks for other
+(`transfer_engine.gpu.mover`), in which the device copies one half while the other is being moved. Blocks for other
 workers lie in the segment offered to them, cut into slots of a block each, for as long as they hold leases on it. A
 slot is free again when its copy has ended and its reader has gone, whichever comes last.
 
@@ -15,127 +15,29 @@ given to a transfer only when no step uses it (`compute.runners`).
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-import structlog
 import torch
 
-from tanghulu.errors import ConfigError, Overloaded, TanghuluError
-from tanghulu.transfer_engine.gpu.staging import DeviceCopier, StagingRing, make_copier, pin
-from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
+from tanghulu.errors import ConfigError, Overloaded
+from tanghulu.transfer_engine.gpu.mover import BlockMover
+from tanghulu.transfer_engine.gpu.staging import DeviceBlocks, DeviceCopier, StagingRing, make_copier, pin
 from tanghulu.types import format_size
 from tanghulu.workers.compute.device import wait_for
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
-from tanghulu.workers.kv.ports import KvPorts, Move
+from tanghulu.workers.kv.ports import KvPorts
 from tanghulu.workers.ranks.processes import RankProcesses
-
-_log = structlog.get_logger(__name__)
 
 #: A ring for each thread that moves KV: the fetchers, the writer, and the engine's, which never waits.
 NUM_RINGS = NUM_FETCH_THREADS + 2
 #: A ring has two halves of at least a block.
 _MIN_BLOCKS = 2 * 2 * NUM_RINGS
-
-
-class DeviceBlocks:
-    """A cache's blocks as parts on devices: ``parts[p]`` uint8 [blocks, part bytes], side by side in a block."""
-
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = parts
-        self.block_bytes = sum(part.shape[1] for part in parts)
-        self.devices = list(dict.fromkeys(part.device for part in parts))
-
-    def pairs(self, block_id: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each part of the block, and its place in ``staged``, which holds a block's bytes."""
-        at = 0
-        for part in self._parts:
-            size = part.shape[1]
-            yield part[block_id], staged[at : at + size]
-            at += size
-
-
-class StagedPort:
-    """A `BlockPort` over ``blocks``. Each of ``rings`` serves one caller at a time; others wait for the next free."""
-
-    def __init__(self, blocks: DeviceBlocks, rings: Sequence[StagingRing]) -> None:
-        self._blocks = blocks
-        self._free: queue.SimpleQueue[StagingRing] = queue.SimpleQueue()
-        for ring in rings:
-            assert ring.half_bytes >= blocks.block_bytes, "a half holds at least a block"
-            self._free.put(ring)
-
-    def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` write as many blocks at a time as half a ring holds; copy the written ones to the device."""
-        return self._pass(block_ids, move, StagingEvent.DRAIN)
-
-    def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """Copy as many blocks at a time as half a ring holds from the device, and let ``move`` read them."""
-        return self._pass(block_ids, move, StagingEvent.FILL)
-
-    def _pass(self, block_ids: Sequence[int], move: Move, copying: StagingEvent) -> int:
-        """Pass blocks through a ring, with device copies out of it (DRAIN) or into it (FILL): see ``copying``."""
-        if not block_ids:
-            return 0
-        with self._ring() as ring:
-            passage = _Passage(self._blocks, block_ids, move, copying, ring)
-            # Whole blocks: a half is used up to a multiple of them.
-            whole = ring.half_bytes // self._blocks.block_bytes * self._blocks.block_bytes
-            lengths = [self._blocks.block_bytes] * len(block_ids)
-            ring.run(lengths, whole, passage.copies, passage.move, fills=copying is StagingEvent.FILL)
-            return passage.num_moved
-
-    @contextmanager
-    def _ring(self) -> Iterator[StagingRing]:
-        ring = self._free.get()
-        try:
-            yield ring
-        finally:
-            self._free.put(ring)
-
-
-class _Passage:
-    """The blocks of one call, passing through a ring; ``num_moved`` leading ones have moved, none after a failure.
-
-    A failure to fill ends it with the blocks before it, if there is at least one, or else is raised.
-    """
-
-    def __init__(
-        self, blocks: DeviceBlocks, block_ids: Sequence[int], move: Move, copying: StagingEvent, ring: StagingRing
-    ) -> None:
-        self._blocks, self._block_ids, self._move = blocks, block_ids, move
-        self._copying, self._ring = copying, ring
-        self._ended = False
-        self.num_moved = 0
-
-    def copies(self, event: StagingEvent, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the (target, source) pairs of the device's copies for ``piece``."""
-        index = piece.request_index
-        unwanted = self._ended if event is StagingEvent.FILL else index >= self.num_moved
-        if event is not self._copying or unwanted:
-            return
-        for there, staged in self._blocks.pairs(self._block_ids[index], self._ring.staged(piece)):
-            yield (there, staged) if event is StagingEvent.DRAIN else (staged, there)
-
-    def move(self, pieces: Sequence[Piece]) -> None:
-        """Move ``pieces`` between the ring and the outside, up to the first that did not move."""
-        if self._ended:
-            return
-        first = pieces[0].request_index
-        try:
-            count = self._move(first, [self._ring.view(piece) for piece in pieces])
-        except TanghuluError as error:
-            if self.num_moved == 0 or self._copying is not StagingEvent.DRAIN:
-                raise
-            _log.warning("fill.ended_early", num_blocks=self.num_moved, code=error.code, error=error.message)
-            count = 0  # earlier blocks are whole
-        self.num_moved += count
-        self._ended = count < len(pieces)
+#: Further threads with rings that share in loads and saves of the store, as far as ``--kv-staging`` has room for rings.
+NUM_HELPERS = 4
 
 
 class SlotTable:
@@ -209,8 +111,7 @@ class StagedWindow:
         size = self._blocks.block_bytes
         try:
             for block, offset in zip(block_ids, offsets, strict=True):
-                for there, staged in self._blocks.pairs(block, self._staged[offset : offset + size]):
-                    self._copier.copy(0, staged, there)
+                self._copier.gather(0, self._staged[offset : offset + size][None], self._blocks, [block])
         finally:
             self._copier.wait(0)
             self._each(offsets, self.slots.arrived)
@@ -245,7 +146,9 @@ class DeviceStaging:
                 f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and exports need {format_size(least)}"
             )
         self._device = device
-        self._ring_bytes = staging_bytes // 2 // NUM_RINGS
+        self._num_helpers = min(NUM_HELPERS, staging_bytes // 2 // (2 * layout.block_bytes) - NUM_RINGS)
+        self._ring_bytes = staging_bytes // 2 // (NUM_RINGS + self._num_helpers)
+        self._mover: BlockMover | None = None
         self._unpin: Callable[[], None] | None = None
         self.segment_bytes = staging_bytes // 2 // layout.block_bytes * layout.block_bytes
 
@@ -261,12 +164,16 @@ class DeviceStaging:
         wait_for(self._device)  # the cache is zeroed by now: no copier waits for that
         if self._device.type == "cuda":
             self._unpin = pin(segment)
-        copiers = [make_copier(*blocks.devices, settled=True) for _ in range(NUM_RINGS + 1)]
+        copiers = [make_copier(*blocks.devices, settled=True) for _ in range(NUM_RINGS + self._num_helpers + 1)]
         rings = [StagingRing(self._device, self._ring_bytes, copier) for copier in copiers[1:]]
-        return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
+        self._mover = BlockMover(blocks, rings[:NUM_RINGS], rings[NUM_RINGS:])
+        return KvPorts(self._mover, StagedWindow(blocks, segment, copiers[0]))
 
     def close(self) -> None:
-        """Unpin; call it before the segment is closed."""
+        """End the mover's threads and unpin; call it before the segment is closed."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
         if self._unpin is not None:
             torch.cuda.synchronize(self._device)  # a copy for a departed reader may still be under way
             self._unpin()

@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
-from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, AttentionBackend
 from tanghulu.workers.compute.attention.invariant import InvariantAttention
 from tanghulu.workers.compute.device import (
     describe_device,
@@ -171,7 +171,7 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
             item_bytes=placed.dtype.itemsize,
             gathered_tokens=MAX_GATHERED_TOKENS,
             gathered_item_bytes=gathered_item_bytes(placed.kept_as, placed.dtype),
-            has_masks=isinstance(placed.attention, SdpaAttention | InvariantAttention),
+            has_masks=placed.attention.has_masks,
             has_graphs=config.graphs and config.tp == 1 and not config.batch_invariant,
             num_ranks=config.tp,
         )

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ConfigError
+from tanghulu.workers.compute.attention import backends
 from tanghulu.workers.compute.attention import base as attention_base
 from tanghulu.workers.compute.attention import varlen as attention_varlen
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
@@ -80,12 +81,14 @@ class Case:
         self.query = torch.randn(total, self.heads, HEAD_DIM, generator=noise)
         self.key, self.value = torch.randn(2, total, kv_heads, HEAD_DIM, generator=noise)
 
-    def attend(self, backend: AttentionBackend, batch: ForwardBatch | None = None) -> torch.Tensor:
+    def attend(
+        self, backend: AttentionBackend, batch: ForwardBatch | None = None, window: int | None = None
+    ) -> torch.Tensor:
         """The second layer's result, from the same cache each time."""
         batch = batch or build_forward_batch(self.chunks, BLOCK)
         before = self.cache.rows.clone()
         rows = batch.num_tokens
-        plan = backend.plan(self.cache, batch, self.heads, self.query.dtype)
+        plan = backend.plan(self.cache, batch, self.heads, self.query.dtype, window)
         states = [F.pad(each, (0, 0, 0, 0, 0, rows - len(each))) for each in (self.query, self.key, self.value)]
         result = plan.attend(1, states[0], torch.cat(states[1:], dim=1))
         self.written = self.cache.rows.clone()
@@ -303,12 +306,19 @@ class TestRegistry:
     def test_a_cpu_attends_by_sdpa(self):
         assert isinstance(pick_attention("auto", self.NEEDS), SdpaAttention)
         assert can("varlen", self.NEEDS) == "FlashAttention runs on GPUs, not on cpu"
+        assert can("triton", self.NEEDS) == "Triton's kernel runs on GPUs, not on cpu"
         assert can("sdpa", self.NEEDS) is None
+
+    def test_a_gpu_without_triton_has_the_others(self, monkeypatch):
+        monkeypatch.setattr(backends, "find_spec", lambda name: None)
+        needs = self.NEEDS._replace(device=torch.device("cuda", 0))
+        assert can("triton", needs) == "triton is not installed; torch's builds for GPUs bring it along"
+        assert isinstance(pick_attention("auto", needs), SdpaAttention)
 
     def test_what_cannot_be_is_refused_with_the_reason(self):
         with pytest.raises(ConfigError, match="--attention varlen: FlashAttention runs on GPUs"):
             pick_attention("varlen", self.NEEDS)
-        with pytest.raises(ConfigError, match="choose auto, varlen, sdpa"):
+        with pytest.raises(ConfigError, match="choose auto, triton, varlen, sdpa"):
             pick_attention("magic", self.NEEDS)
 
     @pytest.mark.parametrize(

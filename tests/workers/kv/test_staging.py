@@ -29,7 +29,9 @@ from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
+from tanghulu.transfer_engine.gpu import mover as gpu_mover
+from tanghulu.transfer_engine.gpu.mover import BlockMover
+from tanghulu.transfer_engine.gpu.staging import DeviceBlocks, HostCopier, StagingRing
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 from tanghulu.workers.compute.device import CPU
@@ -40,39 +42,13 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv import staging as kv_staging
 from tanghulu.workers.kv.peer_reader import ExportPart, PeerReader
 from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
-from tanghulu.workers.kv.staging import (
-    DeviceBlocks,
-    DeviceStaging,
-    SlotTable,
-    StagedPort,
-    StagedWindow,
-)
+from tanghulu.workers.kv.staging import DeviceStaging, SlotTable, StagedWindow
 from tanghulu.workers.metrics import WorkerMetrics
 from tests.rpc.service import until
+from tests.transfer_engine.gpu.late_copier import LateCopier
 from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import PROMPT, DictStore, Rig, read_export
 from tests.workers.tiny import BLOCK, runner_of
-
-
-class LateCopier:
-    """Copies when it is waited for, and not before. Threads that wait at once all return behind the copies."""
-
-    def __init__(self) -> None:
-        self._queued: tuple[list[tuple[torch.Tensor, torch.Tensor]], ...] = ([], [])
-        self._copying = threading.Lock()
-
-    def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
-        self._queued[half].append((to, source))
-
-    def wait(self, half: int) -> None:
-        with self._copying:
-            while self._queued[half]:
-                to, source = self._queued[half].pop(0)
-                to.copy_(source)
-
-    @property
-    def num_under_way(self) -> int:
-        return sum(map(len, self._queued))
 
 
 def noise(num_blocks: int, part_bytes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
@@ -99,7 +75,7 @@ class TestPort:
         before = [part.clone() for part in parts]
         copier = LateCopier()
         size = sum(part_bytes)
-        port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 2 * (in_half * size + spare % size), copier)])
+        port = BlockMover(DeviceBlocks(parts), [StagingRing(CPU, 2 * (in_half * size + spare % size), copier)])
         blocks = random.Random(count).sample(range(20), count)
         seen: list[bytes] = []
 
@@ -128,7 +104,7 @@ class TestPort:
 
     def test_a_move_that_raises_leaves_nothing_under_way_and_the_ring_free(self):
         parts, copier = noise(6, [8]), LateCopier()
-        port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
+        port = BlockMover(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
 
         def fail(at: int, buffers: Sequence[memoryview]) -> int:
             raise NodeUnavailable("the node is away")
@@ -145,7 +121,7 @@ class TestPort:
     def test_what_came_before_a_failure_is_kept(self):
         parts, copier = noise(6, [8]), LateCopier()
         before = [part.clone() for part in parts]
-        port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
+        port = BlockMover(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
 
         def move(at: int, buffers: Sequence[memoryview]) -> int:
             if at >= 4:
@@ -160,7 +136,7 @@ class TestPort:
         assert bytes_of(parts, 4) == bytes_of(before, 4)
 
     def test_a_ring_serves_one_at_a_time(self):
-        port = StagedPort(DeviceBlocks(noise(2, [8])), [StagingRing(CPU, 32)])
+        port = BlockMover(DeviceBlocks(noise(2, [8])), [StagingRing(CPU, 32)])
         inside, go_on = threading.Event(), threading.Event()
         order: list[str] = []
 
@@ -441,18 +417,20 @@ async def test_no_more_is_shown_than_is_read(tmp_path: Path, reader: PeerReader)
     assert shown == blocks
 
 
-def on_device(model: Model, store: DictStore, kv_dtype: str) -> Rig:
+def on_device(model: Model, store: DictStore, kv_dtype: str) -> tuple[Rig, BlockMover]:
     runner = runner_of(DeviceRunner, model, block_tokens=BLOCK, kv_dtype=kv_dtype, num_blocks=64)
     blocks = DeviceBlocks([runner.cache.memory])
-    rings = [StagingRing(CPU, 5 * blocks.block_bytes, LateCopier()) for _ in range(4)]
-    return Rig(model, store, runner=runner, port=StagedPort(blocks, rings), kv_dtype=kv_dtype)
+    rings = [StagingRing(CPU, 5 * blocks.block_bytes, LateCopier()) for _ in range(6)]
+    mover = BlockMover(blocks, rings[:4], rings[4:])
+    return Rig(model, store, runner=runner, port=mover, kv_dtype=kv_dtype), mover
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model, kv_dtype: str):
+def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model, kv_dtype: str, monkeypatch: pytest.MonkeyPatch):
     """What an engine on a device stores continues in one in main memory, and the other way round."""
+    monkeypatch.setattr(gpu_mover, "_ROUND_BYTES", 1)  # a thread for each block, if there are as many
     store = DictStore()
-    writer = on_device(tiny_model, store, kv_dtype)
+    writer, mover = on_device(tiny_model, store, kv_dtype)
     text, _ = writer.run("one", PROMPT, 4)
     writer.run_until_idle()
     assert len(store.chunks) == 5
@@ -467,6 +445,9 @@ def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model, kv_dtype: s
     assert cached == len(longer) // BLOCK * BLOCK
     writer.close()
     reader.close()
+    assert mover._threads is not None
+    assert mover._threads._threads, "helpers had their share"
+    mover.close()
 
 
 def test_too_little_pinned_memory_is_refused():

@@ -1,12 +1,12 @@
 """Choice of a worker's attention backend: each states whether it supports a device, a type and a head, or why not.
 
-To add one: write a class with `AttentionBackend`'s method, and enter it in ``_BACKENDS`` before those that it
-outperforms.
+To add one: derive a class from `AttentionBackend`, and enter it in ``_BACKENDS`` before those that it outperforms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import structlog
@@ -52,7 +52,27 @@ def _make_varlen(needs: AttentionNeeds) -> AttentionBackend:
     return VarlenAttention(kernel)
 
 
+def _why_not_triton(needs: AttentionNeeds) -> str | None:
+    if needs.device.type != "cuda":
+        return f"Triton's kernel runs on GPUs, not on {needs.device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed; torch's builds for GPUs bring it along"
+    from tanghulu.workers.compute.attention.triton_decode import why_not
+
+    return why_not(*needs[:4], has_windows=needs.has_windows, kept_as=needs.kept_as)
+
+
+def _make_triton(needs: AttentionNeeds) -> AttentionBackend:
+    """Return the backend with the best other one for prompts."""
+    from tanghulu.workers.compute.attention.triton_decode import TritonAttention
+
+    prompts = "sdpa" if can("varlen", needs) else "varlen"
+    processors = torch.cuda.get_device_properties(needs.device).multi_processor_count
+    return TritonAttention(_BACKENDS[prompts].make(needs), processors)
+
+
 _BACKENDS = {
+    "triton": _Kind(_why_not_triton, _make_triton),
     "varlen": _Kind(_why_not_varlen, _make_varlen),
     "sdpa": _Kind(lambda needs: None, lambda needs: SdpaAttention()),
 }

@@ -19,6 +19,7 @@ are four pieces with 640, 768, 896 and 1,024 keys, 19 % fewer products than 1,02
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -104,8 +105,13 @@ class StaticDecode:
 _PIECE_TOKENS = 128
 
 
-class AttentionBackend(Protocol):
-    """An attention implementation: a device and a family of kernels. Makes a plan for each forward batch."""
+class AttentionBackend(ABC):
+    """An attention implementation: a device and a family of kernels. Makes a plan for each forward batch.
+
+    ``has_masks``: prompts are attended to with masks, for which memory is to be planned.
+    """
+
+    has_masks = True
 
     def plan(
         self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
@@ -114,23 +120,30 @@ class AttentionBackend(Protocol):
 
         With a ``window`` a query sees only that many positions, the last ones, including its own.
         """
+        return PagedPlan(cache, batch, self.work(cache, batch, num_heads, dtype, window))
+
+    @abstractmethod
+    def work(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None
+    ) -> list[AttentionWork]:
+        """Divide the batch's ``spans`` or ``decodes`` into pieces of work; the spans may leave rows out."""
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """Backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
-    def plan(
-        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
-    ) -> PagedPlan:
+    def work(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None
+    ) -> list[AttentionWork]:
         """Group the decodes, build the masks."""
         if batch.decodes is not None:
-            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype, window)])
+            return [StaticDecode.of(cache, batch.decodes, dtype, window)]
         spans = [_seen(span, window, cache.layout.block_tokens) for span in batch.spans]
         decodes = [span for span in spans if span.num_new == 1]
         prefills = [span for span in spans if span.num_new > 1]
         work: list[AttentionWork] = [_PrefillRun.of(cache, span, num_heads, dtype, window) for span in prefills]
         work += [_DecodeGroup.of(cache, group, dtype, window) for group in _similar_lengths(decodes)]
-        return PagedPlan(cache, batch, work)
+        return work
 
 
 def _seen(span: SequenceSpan, window: int | None, block_tokens: int) -> SequenceSpan:

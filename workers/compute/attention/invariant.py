@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tanghulu.workers.compute.attention.base import AttentionWork, Gather, PagedPlan, rows_of
+from tanghulu.workers.compute.attention.base import AttentionBackend, AttentionWork, Gather, rows_of
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors
@@ -36,12 +36,12 @@ QUERY_TILE = 4
 KEY_SPAN = 128
 
 
-class InvariantAttention:
+class InvariantAttention(AttentionBackend):
     """The backend of ``--batch-invariant``, by torch's SDPA."""
 
-    def plan(
-        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
-    ) -> PagedPlan:
+    def work(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None
+    ) -> list[AttentionWork]:
         """Cut runs of prompts into tiles, group the decodes that see equally many spans."""
         assert batch.decodes is None, "a batch of static shape has no absolute positions"
         heads = _Heads(num_heads // cache.layout.num_kv_heads, dtype, window)
@@ -52,8 +52,7 @@ class InvariantAttention:
                 decodes[_width(span.context)].append(span)
             else:
                 work.append(_Tiled.of_run(cache, span, heads))
-        work += [_Tiled.of_decodes(cache, spans, heads) for spans in decodes.values()]
-        return PagedPlan(cache, batch, work)
+        return work + [_Tiled.of_decodes(cache, spans, heads) for spans in decodes.values()]
 
 
 def _width(context: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, PagedPlan
+from tanghulu.workers.compute.attention.base import MAX_GATHERED_TOKENS, AttentionBackend, AttentionWork
 from tanghulu.workers.compute.device import multiplies_bfloat16, upload
 from tanghulu.workers.compute.forward_batch import DecodeTables, ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors, from_rows
@@ -98,20 +98,22 @@ class VarlenRun:
         return attended
 
 
-class VarlenAttention:
+class VarlenAttention(AttentionBackend):
     """Backend of `flash_attention`. It gathers at most `MAX_GATHERED_TOKENS` keys at a time, or one sequence's."""
+
+    has_masks = False
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def plan(
-        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None = None
-    ) -> PagedPlan:
+    def work(
+        self, cache: KvTensors, batch: ForwardBatch, num_heads: int, dtype: torch.dtype, window: int | None
+    ) -> list[AttentionWork]:
         """Lay out lengths and tables; for a batch of static shape by operations on the device alone."""
         assert window is None, "models with sliding windows are refused (`backends.AttentionNeeds`)"
         if batch.decodes is not None:
-            return PagedPlan(cache, batch, list(self._decodes(cache, batch.decodes)))
-        return PagedPlan(cache, batch, [self._run(cache, spans) for spans in self._grouped(cache, batch.spans)])
+            return list(self._decodes(cache, batch.decodes))
+        return [self._run(cache, spans) for spans in self._grouped(cache, batch.spans)]
 
     def _decodes(self, cache: KvTensors, decodes: DecodeTables) -> Iterator[VarlenRun]:
         """Lay out one query per sequence, every sequence as wide as the table."""
@@ -127,12 +129,13 @@ class VarlenAttention:
             yield VarlenRun(self._kernel, rows, lengths, starts * num_tokens, read, tables.flatten())
 
     def _grouped(self, cache: KvTensors, spans: Sequence[SequenceSpan]) -> Iterator[list[SequenceSpan]]:
-        """Return runs of spans whose keys may be gathered together."""
+        """Return runs of spans with adjacent rows, whose keys may be gathered together."""
         group: list[SequenceSpan] = []
         num_tokens = 0
         for span in spans:
             size = 0 if self._kernel.reads_tables else len(span.block_ids) * cache.layout.block_tokens
-            if group and num_tokens + size > MAX_GATHERED_TOKENS:
+            adjacent = not group or group[-1].first_row + group[-1].num_new == span.first_row
+            if not adjacent or (group and num_tokens + size > MAX_GATHERED_TOKENS):
                 yield group
                 group, num_tokens = [], 0
             group.append(span)
