@@ -127,31 +127,27 @@ class EngineAnswer(ABC):
     """Reads the events of one answer of ``server``, with ``num_top`` likely tokens at each position."""
 
     def __init__(self, server: str, num_top: int = 0) -> None:
-        self.server, self.num_top = server, num_top
+        self.server, self.num_top = f"worker {server}", num_top
 
     @abstractmethod
-    def read(self, data: bytes) -> AnswerPiece:
-        """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""
+    def read(self, data: bytes, piece: AnswerPiece) -> None:
+        """Add an event's contents to ``piece``. Raises NodeUnavailable for no event, or the engine's own error."""
 
     def read_all(self, batch: Sequence[bytes]) -> AnswerPiece:
         """Return the contents of events that came together, as one piece."""
-        first, *others = (self.read(data) for data in batch)
-        for piece in others:
-            first.tokens += piece.tokens
-            first.logprobs += piece.logprobs
-            first.finish = piece.finish or first.finish
-            first.cached_tokens = piece.cached_tokens if piece.cached_tokens is not None else first.cached_tokens
-        return first
+        piece = AnswerPiece()
+        for data in batch:
+            self.read(data, piece)
+        return piece
 
-    def fail_with(self, error: StreamError | None) -> None:
-        """Raise the engine's error, if there is one."""
-        if error is not None:
-            raise error_of(error.code if isinstance(error.code, int) else 500, error.message, self.server)
+    def fail_with(self, error: StreamError) -> None:
+        """Raise the engine's error."""
+        raise error_of(error.code if isinstance(error.code, int) else 500, error.message, self.server)
 
     def finish(self, reason: str) -> FinishReason:
         """Return the end of an answer. Raises NodeUnavailable for one that the server gave up."""
         if reason not in _FINISH:
-            raise NodeUnavailable(f"worker {self.server} ended the request early: {reason}")
+            raise NodeUnavailable(f"{self.server} ended the request early: {reason}")
         return _FINISH[reason]
 
 

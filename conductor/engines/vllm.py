@@ -64,25 +64,25 @@ class _Source(msgspec.Struct):
 class VllmStream(EngineAnswer):
     """Reads the events of one answer of ``/v1/completions``, or the whole answer without streaming."""
 
-    def read(self, data: bytes) -> AnswerPiece:
-        """Return the event's contents."""
-        event = decoded(data, _Event, f"worker {self.server}")
-        self.fail_with(event.error)
-        piece = AnswerPiece(kv_transfer=event.kv_transfer_params)
+    def read(self, data: bytes, piece: AnswerPiece) -> None:
+        """Add the event's contents."""
+        event = decoded(data, _Event, self.server)
+        if event.error is not None:
+            self.fail_with(event.error)
         if event.usage is not None and event.usage.prompt_tokens_details is not None:
             piece.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+        if event.kv_transfer_params is not None:
+            piece.kv_transfer = event.kv_transfer_params
         for choice in event.choices:
-            piece.tokens += choice.token_ids or []
-            piece.logprobs += _logprobs(choice, self.num_top)
+            if choice.token_ids:
+                piece.tokens += choice.token_ids
+            if choice.logprobs is not None:
+                piece.logprobs += _logprobs(choice.logprobs, choice.token_ids or [], self.num_top)
             if choice.finish_reason is not None:
                 piece.finish = self.finish(choice.finish_reason)
-        return piece
 
 
-def _logprobs(choice: _Choice, num_top: int) -> list[TokenLogprobs]:
-    given, tokens = choice.logprobs, choice.token_ids or []
-    if given is None:
-        return []
+def _logprobs(given: _Logprobs, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
     made, tops = [], given.top_logprobs or [None] * len(tokens)
     for token, own, top in zip(tokens, given.token_logprobs, tops, strict=False):
         best = sorted((top or {}).items(), key=lambda each: -each[1])
