@@ -29,6 +29,8 @@ from tanghulu.session.outputs import TokenLogprobs
 
 #: Smallest page whose events are followed; with smaller ones, blocks of _OWN_BLOCK tokens are assumed instead.
 MIN_PAGE, _OWN_BLOCK = 8, 64
+#: Its names of sampling parameters that have others in vLLM.
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class _Finish(msgspec.Struct):
@@ -121,7 +123,7 @@ class SglangDialect(EngineDialect):
     def body(self, call: EngineCall) -> dict[str, Any]:
         """Return the body of a request. Raises InvalidRequest for a Lark grammar."""
         sampling = call.request.sampling
-        params = call.sampling("max_new_tokens", "min_new_tokens", "sampling_seed")
+        params = {_NAMES.get(name, name): value for name, value in call.sampling().items()}
         if sampling.grammar is not None:
             kind, text = sampling.grammar
             if kind == "lark":

@@ -23,9 +23,8 @@ from tanghulu.rpc.wire import U32
 from tanghulu.runtime.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.runtime.scraping import samples_in
 from tanghulu.session.outputs import TokenLogprobs
+from tanghulu.session.sampling import VLLM_GRAMMARS
 
-#: Our names of grammars -> vLLM's ``structured_outputs``.
-_GRAMMARS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
 _TOKEN = "token_id:"
 _DEFAULT_BLOCK = 16
 
@@ -109,11 +108,11 @@ class VllmDialect(EngineDialect):
             "prompt": call.tokens.tolist(),
             "return_token_ids": True,
             "stream": not call.hand_over,
-            **call.sampling("max_tokens", "min_tokens", "seed"),
+            **call.sampling(),
         }
         more = {
             "stream_options": {"include_usage": True} if not call.hand_over else None,
-            "structured_outputs": {_GRAMMARS[kind]: text for kind, text in filter(None, (sampling.grammar,))},
+            "structured_outputs": {VLLM_GRAMMARS[kind]: text for kind, text in filter(None, (sampling.grammar,))},
             "priority": -request.priority,  # the lower runs first there
             "cache_salt": call.cache_salt,
             "vllm_xargs": {"kv_cache_report_mode": "full"} if call.full_report else None,
