@@ -246,7 +246,10 @@ class RoutingService:
     def ranked(
         self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float, most: int = 1
     ) -> list[RoutableWorker]:
-        """Return up to ``most`` of ``targets``, all of which do both phases, for the whole request, the best first."""
+        """Return the best of ``targets``, all of which do both phases; with the next ones, up to ``most`` in all.
+
+        Those are the ones with the least time to the first token.
+        """
         hits, coming = self._overlaps(query.hashes, now_s)
         policy, request = self._policies.of(query.overrides), self._request(query)
         shown = Shown(restricted(views(targets, hits, coming), query.overrides))
@@ -256,8 +259,7 @@ class RoutingService:
         at = next(at for at, view in enumerate(shown) if view.id == decision.prefill)
         others = [*shown[at + 1 :], *shown[:at]]  # equal ones take turns
         if most > 1:
-            scores = {each.worker: each.score for each in decision.candidates if each.phase == "prefill"}
-            others.sort(key=lambda view: scores.get(view.id, 0.0))
+            others.sort(key=lambda view: view.wait_s + view.prefill_s(request, view.match_blocks))
         return [self._targets[view.id] for view in (shown[at], *others[: most - 1])]
 
     def add_request(
