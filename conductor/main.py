@@ -323,6 +323,7 @@ class Conductor:
         calls = asyncio.create_task(self.inference.stop(self.config.grace_s + _LINGER_S))
         await asyncio.wait([server.serving, calls], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is shutting down; retry at another one"))
+        await asyncio.wait([server.serving], timeout=_LINGER_S)  # the failures are answered
 
     async def _request_snapshots(self) -> None:
         every_s = self.config.snapshot_every_s

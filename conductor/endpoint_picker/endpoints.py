@@ -22,7 +22,7 @@ from tanghulu.conductor.engines.servers import EngineServer
 from tanghulu.conductor.engines.source import LOOKUP_S, EngineSource
 from tanghulu.conductor.engines.vllm import event_endpoints
 from tanghulu.discovery.base import InstanceEvent
-from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
+from tanghulu.errors import ConfigError, DeadlineExceeded, InvalidRequest, TanghuluError
 from tanghulu.runtime.kv_endpoints import EventEndpoints
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.runtime.telemetry import RareLog
@@ -31,8 +31,9 @@ from tanghulu.types import Address, InstanceId
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 ADAPTERS_S: Final = 10.0
-#: A server that does not answer for this long is not healthy; and servers asked at one time.
+#: Seconds for an answer, answers in a row that may be late (a busy machine's are), and servers asked at one time.
 DEADLINE_S: Final = 2.0
+MAX_LATE: Final = 2
 _AT_ONCE: Final = 64
 
 
@@ -83,11 +84,13 @@ class Endpoints:
 
     async def _watch(self, name: str, server: EngineServer) -> None:
         """Check one server again and again; follow its events once it lists some."""
-        client, every_s, was_ready = EngineClient(server, NO_TLS), self._interval_s or LOOKUP_S, False
+        client, every_s, was_ready, num_late = EngineClient(server, NO_TLS), self._interval_s or LOOKUP_S, False, 0
         follower: asyncio.Task[None] | None = None
         try:
             for turn in itertools.count():
-                is_ready = not self._interval_s or await self._answer(lambda: client.call(self._path)) is not None
+                health = await self._health(client)
+                num_late = 0 if health is not None else num_late + 1
+                is_ready = health if health is not None else was_ready and num_late <= MAX_LATE
                 if is_ready != was_ready:
                     _log.info("epp.endpoint", endpoint=name, ready=is_ready)
                 self._picker.set_ready(name, is_ready)
@@ -106,6 +109,18 @@ class Endpoints:
         finally:
             await cancelled(*filter(None, [follower]))
             await client.close()
+
+    async def _health(self, client: EngineClient) -> bool | None:
+        """Return whether a server is healthy; None if it does not answer in time."""
+        try:
+            async with self._turns:
+                if self._interval_s:
+                    await client.call(self._path, deadline_s=DEADLINE_S)
+        except DeadlineExceeded:
+            return None
+        except TanghuluError:
+            return False
+        return True
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         """Return a server's answer; None unless it gives one in time."""

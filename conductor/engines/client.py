@@ -140,7 +140,7 @@ class EngineClient:
             message = str(error.get("message", "") if isinstance(error, dict) else error)
         except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError):
             message = data[:_SHOWN_CHARACTERS].decode(errors="replace")
-        return error_of(status, message[:_SHOWN_CHARACTERS], self.server.id or self.server.url)
+        return error_of(status, message[:_SHOWN_CHARACTERS], f"worker {self.server.id or self.server.url}")
 
     async def close(self) -> None:
         """Close all connections, whatever is under way on them."""
@@ -166,7 +166,7 @@ def _new_socket(where: tuple[Any, ...]) -> socket.socket:
 
 def error_of(status: int, message: str, server: str) -> TanghuluError:
     """Return the typed error for an engine's own: the request's fault below 500, and retryable from there."""
-    text = f"worker {server} refused the request: {message}" if message else f"worker {server} answered {status}"
+    text = f"{server} refused the request: {message}" if message else f"{server} answered {status}"
     if status in (401, 403):
         return NodeUnavailable(f"{text}; name the file with its API key: --engine …,key=FILE")
     if status in _TRY_ELSEWHERE:

@@ -17,11 +17,9 @@ from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.session.outputs import FinishReason, TokenLogprobs
-from tanghulu.session.sampling import Sampling
+from tanghulu.session.sampling import MAX_ENGINE_SEED, Sampling, engine_terms
 
 T = TypeVar("T")
-#: The most that an engine adds to or takes from a logit (vLLM clamps), and seeds.
-MAX_BIAS, MAX_SEED = 100.0, 1 << 63
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -49,44 +47,16 @@ class EngineCall:
         """Tokens still to be generated; the one token of a prefill for another server."""
         return 1 if self.hand_over else self.request.stop.max_new_tokens - self.num_generated
 
-    @property
-    def min_tokens(self) -> int:
-        """Tokens before which nothing ends the text."""
-        least = max(self.request.stop.min_tokens - self.num_generated, 1 if self.hand_over else 0)
-        return min(least, self.max_tokens)
-
-    @property
-    def seed(self) -> int | None:
-        """The seed to send, if any."""
-        seed = self.request.sampling.seed
-        return seed % MAX_SEED if seed is not None and self.seeded else None
-
-    @property
-    def logit_bias(self) -> dict[str, float]:
-        """The request's bias, less the frequency penalty of the tokens generated before it moved.
-
-        An engine counts the tokens that it generates itself, so the earlier ones' part of the penalty is sent as a
-        bias, which adds up alike. Not beside a repetition penalty, which an engine applies to biased logits.
-        """
-        sampling = self.request.sampling
-        bias = dict(sampling.logit_bias)
-        if self.num_generated and sampling.frequency_penalty and sampling.repetition_penalty == 1.0:
-            for token in self.tokens[len(self.tokens) - self.num_generated :].tolist():
-                bias[token] = bias.get(token, 0.0) - sampling.frequency_penalty
-        return {str(token): min(max(value, -MAX_BIAS), MAX_BIAS) for token, value in bias.items()}
-
-    def sampling(self, most: str, least: str, seed: str) -> dict[str, Any]:
-        """Return the fields that all engines have, each explicit: servers' defaults differ.
-
-        ``most``, ``least`` and ``seed`` are the names of those that have another name in each.
-        """
-        sampling, stop = self.request.sampling, self.request.stop
-        names = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        ends = {"stop_token_ids": list(stop.stop_token_ids), "ignore_eos": stop.ignore_eos}
-        fields = {name: getattr(sampling, name) for name in names} | {"top_k": sampling.top_k or -1, **ends}
-        given = {seed: self.seed, "logit_bias": self.logit_bias or None}
-        given = {name: value for name, value in given.items() if value is not None}
-        return fields | {most: self.max_tokens, least: self.min_tokens} | given
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields that all engines have, in vLLM's terms."""
+        num_prompt = len(self.tokens) - self.num_generated
+        asked, generated = self.request.sampling, self.tokens[num_prompt:].tolist()
+        terms = engine_terms(asked, self.request.stop, generated) | {"max_tokens": self.max_tokens}
+        if self.hand_over:
+            terms["min_tokens"] = 1
+        if asked.seed is not None and self.seeded:
+            terms["seed"] = asked.seed % MAX_ENGINE_SEED
+        return {name: value for name, value in terms.items() if value is not None}
 
     def check(self, server: EngineServer) -> None:
         """Raise InvalidRequest for what engines do not offer, a plain error for a text begun under a grammar."""
@@ -127,31 +97,27 @@ class EngineAnswer(ABC):
     """Reads the events of one answer of ``server``, with ``num_top`` likely tokens at each position."""
 
     def __init__(self, server: str, num_top: int = 0) -> None:
-        self.server, self.num_top = server, num_top
+        self.server, self.num_top = f"worker {server}", num_top
 
     @abstractmethod
-    def read(self, data: bytes) -> AnswerPiece:
-        """Return the event's contents. Raises NodeUnavailable for one that is none, or the engine's own error."""
+    def read(self, data: bytes, piece: AnswerPiece) -> None:
+        """Add an event's contents to ``piece``. Raises NodeUnavailable for no event, or the engine's own error."""
 
     def read_all(self, batch: Sequence[bytes]) -> AnswerPiece:
         """Return the contents of events that came together, as one piece."""
-        first, *others = (self.read(data) for data in batch)
-        for piece in others:
-            first.tokens += piece.tokens
-            first.logprobs += piece.logprobs
-            first.finish = piece.finish or first.finish
-            first.cached_tokens = piece.cached_tokens if piece.cached_tokens is not None else first.cached_tokens
-        return first
+        piece = AnswerPiece()
+        for data in batch:
+            self.read(data, piece)
+        return piece
 
-    def fail_with(self, error: StreamError | None) -> None:
-        """Raise the engine's error, if there is one."""
-        if error is not None:
-            raise error_of(error.code if isinstance(error.code, int) else 500, error.message, self.server)
+    def fail_with(self, error: StreamError) -> None:
+        """Raise the engine's error."""
+        raise error_of(error.code if isinstance(error.code, int) else 500, error.message, self.server)
 
     def finish(self, reason: str) -> FinishReason:
         """Return the end of an answer. Raises NodeUnavailable for one that the server gave up."""
         if reason not in _FINISH:
-            raise NodeUnavailable(f"worker {self.server} ended the request early: {reason}")
+            raise NodeUnavailable(f"{self.server} ended the request early: {reason}")
         return _FINISH[reason]
 
 

@@ -114,7 +114,11 @@ class EngineBook:
             self._prefills.pairs += one.pairs
             self._num_started += 1
             self._context += one.num_tokens
-        elif num == len(self._ours) and (name == self._pace or self._pace not in self._ours):
+        elif (
+            num == len(self._ours)  # no prompt is computed, and none was since the last token
+            and one.last_s >= self._prefills.ended_s
+            and (name == self._pace or self._pace not in self._ours)
+        ):
             self._pace = name  # one of them is the pace of all
             gap_s = (now_s - one.last_s) / num_tokens
             self._meter.step(num, num, gap_s, StepWork(decode_sequences=num, decode_context=context))

@@ -355,9 +355,8 @@ class EngineSession:
 
     def _deliver(self, running: _Running, piece: AnswerPiece) -> None:
         call = running.call
-        if len(running.generated) + len(piece.tokens) > call.max_tokens or any(
-            token >= self._known.card.vocab_size for token in piece.tokens
-        ):
+        is_more = len(running.generated) + len(piece.tokens) > call.max_tokens
+        if is_more or max(piece.tokens, default=0) >= self._known.card.vocab_size:
             raise NodeUnavailable(f"worker {self.server.id} sent tokens that were not asked for: {piece.tokens[:16]}")
         if not running.generated and piece.tokens:
             self._assume(running)

@@ -29,6 +29,8 @@ from tanghulu.session.outputs import TokenLogprobs
 
 #: Smallest page whose events are followed; with smaller ones, blocks of _OWN_BLOCK tokens are assumed instead.
 MIN_PAGE, _OWN_BLOCK = 8, 64
+#: Its names of sampling parameters that have others in vLLM.
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class _Finish(msgspec.Struct):
@@ -78,22 +80,24 @@ class SglangStream(EngineAnswer):
         super().__init__(server, num_top)
         self._num_seen = 0
 
-    def read(self, data: bytes) -> AnswerPiece:
-        """Return the event's contents."""
-        event = decoded(data, _Event, f"worker {self.server}")
-        self.fail_with(event.error)
+    def read(self, data: bytes, piece: AnswerPiece) -> None:
+        """Add the event's contents."""
+        event = decoded(data, _Event, self.server)
+        if event.error is not None:
+            self.fail_with(event.error)
         meta, end = event.meta_info, event.meta_info.finish_reason
         num_new = meta.completion_tokens - self._num_seen
         if not 0 <= num_new <= len(event.output_ids):
-            raise NodeUnavailable(f"worker {self.server} left out tokens after the first {self._num_seen}")
+            raise NodeUnavailable(f"{self.server} left out tokens after the first {self._num_seen}")
         self._num_seen += num_new
-        piece = AnswerPiece(event.output_ids[len(event.output_ids) - num_new :], cached_tokens=meta.cached_tokens)
-        piece.logprobs = _logprobs(meta, num_new)
+        piece.tokens += event.output_ids[len(event.output_ids) - num_new :]
+        piece.logprobs += _logprobs(meta, num_new)
+        if meta.cached_tokens is not None:
+            piece.cached_tokens = meta.cached_tokens
         if end is not None:
             if end.type == "abort":
                 self.fail_with(StreamError(f"abort {end.message}".strip(), end.status_code))
             piece.finish = self.finish(end.type)
-        return piece
 
 
 def _logprobs(meta: _Meta, num_new: int) -> list[TokenLogprobs]:
@@ -119,7 +123,7 @@ class SglangDialect(EngineDialect):
     def body(self, call: EngineCall) -> dict[str, Any]:
         """Return the body of a request. Raises InvalidRequest for a Lark grammar."""
         sampling = call.request.sampling
-        params = call.sampling("max_new_tokens", "min_new_tokens", "sampling_seed")
+        params = {_NAMES.get(name, name): value for name, value in call.sampling().items()}
         if sampling.grammar is not None:
             kind, text = sampling.grammar
             if kind == "lark":

@@ -23,9 +23,8 @@ from tanghulu.rpc.wire import U32
 from tanghulu.runtime.kv_endpoints import NO_EVENTS, EventEndpoints
 from tanghulu.runtime.scraping import samples_in
 from tanghulu.session.outputs import TokenLogprobs
+from tanghulu.session.sampling import VLLM_GRAMMARS
 
-#: Our names of grammars -> vLLM's ``structured_outputs``.
-_GRAMMARS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
 _TOKEN = "token_id:"
 _DEFAULT_BLOCK = 16
 
@@ -64,25 +63,25 @@ class _Source(msgspec.Struct):
 class VllmStream(EngineAnswer):
     """Reads the events of one answer of ``/v1/completions``, or the whole answer without streaming."""
 
-    def read(self, data: bytes) -> AnswerPiece:
-        """Return the event's contents."""
-        event = decoded(data, _Event, f"worker {self.server}")
-        self.fail_with(event.error)
-        piece = AnswerPiece(kv_transfer=event.kv_transfer_params)
+    def read(self, data: bytes, piece: AnswerPiece) -> None:
+        """Add the event's contents."""
+        event = decoded(data, _Event, self.server)
+        if event.error is not None:
+            self.fail_with(event.error)
         if event.usage is not None and event.usage.prompt_tokens_details is not None:
             piece.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+        if event.kv_transfer_params is not None:
+            piece.kv_transfer = event.kv_transfer_params
         for choice in event.choices:
-            piece.tokens += choice.token_ids or []
-            piece.logprobs += _logprobs(choice, self.num_top)
+            if choice.token_ids:
+                piece.tokens += choice.token_ids
+            if choice.logprobs is not None:
+                piece.logprobs += _logprobs(choice.logprobs, choice.token_ids or [], self.num_top)
             if choice.finish_reason is not None:
                 piece.finish = self.finish(choice.finish_reason)
-        return piece
 
 
-def _logprobs(choice: _Choice, num_top: int) -> list[TokenLogprobs]:
-    given, tokens = choice.logprobs, choice.token_ids or []
-    if given is None:
-        return []
+def _logprobs(given: _Logprobs, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
     made, tops = [], given.top_logprobs or [None] * len(tokens)
     for token, own, top in zip(tokens, given.token_logprobs, tops, strict=False):
         best = sorted((top or {}).items(), key=lambda each: -each[1])
@@ -109,11 +108,11 @@ class VllmDialect(EngineDialect):
             "prompt": call.tokens.tolist(),
             "return_token_ids": True,
             "stream": not call.hand_over,
-            **call.sampling("max_tokens", "min_tokens", "seed"),
+            **call.sampling(),
         }
         more = {
             "stream_options": {"include_usage": True} if not call.hand_over else None,
-            "structured_outputs": {_GRAMMARS[kind]: text for kind, text in filter(None, (sampling.grammar,))},
+            "structured_outputs": {VLLM_GRAMMARS[kind]: text for kind, text in filter(None, (sampling.grammar,))},
             "priority": -request.priority,  # the lower runs first there
             "cache_salt": call.cache_salt,
             "vllm_xargs": {"kv_cache_report_mode": "full"} if call.full_report else None,

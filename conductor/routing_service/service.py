@@ -27,7 +27,7 @@ from tanghulu.conductor.index.events import events_of
 from tanghulu.conductor.index.prefix_index import PrefixIndex, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
-from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
+from tanghulu.conductor.routing.policies.base import Candidate, RequestView, Shown, WorkerView
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
 from tanghulu.conductor.routing.worker_views import WorkerViews, views_of
 from tanghulu.conductor.routing_service.worker_networks import WorkerNetworks
@@ -246,14 +246,21 @@ class RoutingService:
     def ranked(
         self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float, most: int = 1
     ) -> list[RoutableWorker]:
-        """Return up to ``most`` of ``targets``, all of which do both phases, for the whole request, the best first."""
+        """Return the best of ``targets``, all of which do both phases; with the next ones, up to ``most`` in all.
+
+        Those are the ones with the least time to the first token.
+        """
         hits, coming = self._overlaps(query.hashes, now_s)
         policy, request = self._policies.of(query.overrides), self._request(query)
-        left, found = list(restricted(views(targets, hits, coming), query.overrides)), list[RoutableWorker]()
-        while left and len(found) < most and (decision := policy.choose(request, left)) is not None:
-            found.append(self._targets[decision.prefill])
-            left = [view for view in left if view.id != decision.prefill]
-        return found
+        shown = Shown(restricted(views(targets, hits, coming), query.overrides))
+        decision = policy.choose(request, shown) if shown else None
+        if decision is None:
+            return []
+        at = next(at for at, view in enumerate(shown) if view.id == decision.prefill)
+        others = [*shown[at + 1 :], *shown[:at]]  # equal ones take turns
+        if most > 1:
+            others.sort(key=lambda view: view.wait_s + view.prefill_s(request, view.match_blocks))
+        return [self._targets[view.id] for view in (shown[at], *others[: most - 1])]
 
     def add_request(
         self, request_id: str, query: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float

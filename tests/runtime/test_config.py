@@ -174,6 +174,8 @@ def test_values_of_a_file_are_read_as_those_of_a_command_line(tmp_path):
     file = tmp_path / "t.toml"
     file.write_text('[probe]\nflag = true\nname = 5\nhost = ["a", "b"]')
     assert load_toml(file, commands) == {"probe": {"flag": True, "name": "5", "host": ["a", "b"]}}
+    file.write_text('[probe]\nhost = "a"')
+    assert load_toml(file, commands) == {"probe": {"host": ["a"]}}
     for text in ("flag = 1", "flag = [true]", 'name = ["a"]', "name = false", "host = [[1]]"):
         file.write_text(f"[probe]\n{text}")
         with pytest.raises(ConfigError, match="must be"):
@@ -213,6 +215,15 @@ def test_the_printed_configuration_hides_secrets():
     shown = describe(Config(token="s3cret", master=Address("h", 2)))
     assert shown["token"] == "***"
     assert shown["master"] == "h:2"
+
+
+def test_the_printed_configuration_lists_several_values():
+    assert describe(Several(hosts=(Address("h", 1), Address("h", 2)))) == {"hosts": ["h:1", "h:2"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    hosts: tuple[Address, ...] = option((), "hosts")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,6 +109,30 @@ async def _sent(address: tuple[str, int], *pieces: bytes) -> bytes:
             await writer.wait_closed()
 
 
+async def test_a_request_cancelled_at_shutdown_is_answered_with_the_reason() -> None:
+    begun = asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    listener = listen("127.0.0.1", 0)
+    server = HttpServer(endless, 1.4)
+    server.start(listener)
+    assert server.config.timeout_graceful_shutdown > 1.4
+    asked = asyncio.create_task(_sent((server.address.host, server.address.port), HEAD + b"content-length: 0\r\n\r\n"))
+    await begun.wait()
+    for task in server.server_state.tasks:
+        task.cancel()
+    head, _, body = (await asked).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 1" in head
+    assert "shutting down" in json.loads(body)["error"]["message"]
+    server.stop()
+    await server.serving
+    listener.close()
+
+
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 MANY = 256
 

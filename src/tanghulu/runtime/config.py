@@ -306,13 +306,13 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
 def _as_given(path: Path, parameter: click.Parameter, value: Any) -> Any:
     """Convert ``value`` to the form its option takes."""
     is_flag = isinstance(parameter, click.Option) and parameter.is_flag
-    is_list = isinstance(value, list) and isinstance(parameter, click.Option) and parameter.multiple
-    given: list[Any] = value if is_list else [value]
+    is_multiple = isinstance(parameter, click.Option) and parameter.multiple
+    given: list[Any] = value if is_multiple and isinstance(value, list) else [value]
     if not {type(each) for each in given} <= ({str, bool} if is_flag else {str, int, float}):
         wanted = "true or false" if is_flag else "text or a number"
         raise ConfigError(f"{path}: {parameter.name} is {json.dumps(value, default=str)}; it must be {wanted}")
     texts = [each if isinstance(each, str | bool) else str(each) for each in given]
-    return texts if is_list else texts[0]
+    return texts if is_multiple else texts[0]
 
 
 #: The words of a command line, such as ("store", "serve").
@@ -376,4 +376,6 @@ def _is_secret(name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
     return value if isinstance(value, int | float | str | bool | None) else str(value)

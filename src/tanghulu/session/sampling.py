@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,11 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 #: Kinds of grammars, each a field of `Sampling`.
 GRAMMARS = ("json_schema", "regex", "lark")
+#: vLLM's names of them, and the end of its seeds.
+VLLM_GRAMMARS, MAX_ENGINE_SEED = {"json_schema": "json", "regex": "regex", "lark": "grammar"}, 1 << 63
+_NAMED_ALIKE = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+#: The most that an engine adds to or takes from a logit (vLLM clamps).
+_MAX_BIAS = 100.0
 
 
 class Sampling(FastMessage, frozen=True):
@@ -116,6 +122,27 @@ class SamplingDefaults(FastMessage, frozen=True):
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+
+
+def engine_terms(sampling: Sampling, stop: StopRule, generated: Sequence[int]) -> dict[str, Any]:
+    """Return the parameters in the terms of vLLM, most of them SGLang's, each explicit: engines' defaults differ.
+
+    ``generated`` was generated before the request moved, and is a part of its prompt now. An engine counts the tokens
+    that it generates itself, so the earlier ones' part of the frequency penalty is a bias, which adds up alike. Not
+    beside a repetition penalty, which an engine applies to biased logits.
+    """
+    bias, left = dict(sampling.logit_bias), stop.max_new_tokens - len(generated)
+    if sampling.frequency_penalty and sampling.repetition_penalty == 1.0:
+        for token in generated:
+            bias[token] = bias.get(token, 0.0) - sampling.frequency_penalty
+    return {name: getattr(sampling, name) for name in _NAMED_ALIKE} | {
+        "top_k": sampling.top_k or -1,
+        "logit_bias": {token: min(max(value, -_MAX_BIAS), _MAX_BIAS) for token, value in bias.items()} or None,
+        "max_tokens": left,
+        "min_tokens": min(max(stop.min_tokens - len(generated), 0), left),
+        "stop_token_ids": list(stop.stop_token_ids),
+        "ignore_eos": stop.ignore_eos,
+    }
 
 
 def _require(condition: bool, message: str) -> None:

@@ -1,8 +1,8 @@
-"""Speed of this worker, from its steps and transfers: rates that fade, and a model of a step's duration.
+"""Speed of this worker, from its steps and transfers: rates, and a model of a step's duration.
 
-Rates are tokens or bytes over seconds. Only steps of many tokens measure the rate of prefill: a prompt of 37 tokens
-takes about as long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong prediction for
-the next 2,000.
+Rates are tokens or bytes over seconds, of the last few observations. Only steps of many tokens measure the rate of
+prefill: a prompt of 37 tokens takes about as long as one of 5, because reading the weights dominates, and 84 tokens/s
+would be a wrong prediction for the next 2,000.
 
 The model (`StepModel`): a step that computes T tokens of prompts, which attend to P pairs of tokens (``end^2 -
 start^2`` of each run), and one token of each of S sequences with C tokens of context together, is assumed to last
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -127,7 +128,8 @@ class StepModel:
                 self.decode = DecodeProfile(*self._decode.constants)
 
 
-_RATE_FADE = 0.8  # of the past, at each new observation
+#: Observations that a rate is made of; the slowest and the fastest of them do not count.
+_RATE_OF = 5
 _PREFILL_TOKENS = 128  # steps of at least this many tokens count as prefill
 #: Assumed speed of reads from other workers, until something was read: it matters that this worker can at all.
 ASSUMED_PEER_BYTES_PER_S = 1e9
@@ -139,18 +141,21 @@ _DECODE_TOKENS = 32  # steps of at most this many tokens, one per sequence, coun
 
 
 class _Rate:
-    """Amount over seconds, both fading: a large observation weighs more than a small one."""
+    """Amount over seconds of the last few observations; a large one weighs more, and no single one decides.
+
+    Example: prompts of 500 tokens took 1, 60, 1, 1 and 2 s: 1,500 tokens in 4 s. The 60 s were a moment of the machine.
+    """
 
     def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
+        self.per_s = 0.0
+        self._last: deque[tuple[float, float, float]] = deque(maxlen=_RATE_OF)
 
     def add(self, amount: float, seconds: float) -> None:
-        self._amount = _RATE_FADE * self._amount + amount
-        self._seconds = _RATE_FADE * self._seconds + seconds
-
-    @property
-    def per_s(self) -> float:
-        return self._amount / self._seconds if self._seconds > 0 else 0.0
+        if seconds <= 0:
+            return
+        self._last.append((amount / seconds, amount, seconds))
+        counted = sorted(self._last)[1:-1] if len(self._last) > 2 else [max(self._last)]
+        self.per_s = sum(each[1] for each in counted) / sum(each[2] for each in counted)
 
 
 class SpeedMeter:

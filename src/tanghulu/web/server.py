@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import re
 import socket
 import ssl
@@ -28,7 +29,7 @@ from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.auth.places import Strangers, host_of
 from tanghulu.auth.tls import REFRESH_S, ServerTls
-from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.runtime.limits import allow_descriptors
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
 from tanghulu.runtime.tasks import accept_no_more, beside
@@ -127,6 +128,21 @@ def _ended_by_closing(cycle: RequestResponseCycle, app: Any) -> Any:
     return served
 
 
+def _ended_with_reason(cycle: RequestResponseCycle, app: Any) -> Any:
+    """Return ``app`` with an answer for a request that is cancelled at shutdown before it has one."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            if cycle.response_started:
+                raise
+            error = NodeUnavailable("the server is shutting down; send the request to another one or retry later")
+            await answer_to(error)(scope, receive, send)
+
+    return served
+
+
 def _unread_in_kernel(transport: asyncio.Transport) -> int:
     """Return the bytes of an answer in the kernel that the client's has not acknowledged; 0 if unknown."""
     connection = transport.get_extra_info("socket")
@@ -195,7 +211,7 @@ class _Connection(HttpToolsProtocol):
         """Run ``app``; on a connection beyond the bound for probes only."""
         self.resting.leave(self)
         is_refused = self._is_beyond and len(self.connections) > self.most and cycle.scope["path"] not in PROBES
-        served: Any = _too_many_connections if is_refused else app
+        served: Any = _too_many_connections if is_refused else _ended_with_reason(cycle, app)
         super()._start_asgi_task(
             cycle, served if cycle.scope["http_version"] != "1.0" else _ended_by_closing(cycle, served)
         )
@@ -360,7 +376,7 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 http=protocol,
                 ws="none",
-                timeout_graceful_shutdown=max(1, round(grace_s)),
+                timeout_graceful_shutdown=math.ceil(grace_s) + 1,  # its owner ends requests first
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 server_header=False,

@@ -1,4 +1,5 @@
-"""A plain SGLang server as seen from outside; ``incremental``: events carry the new tokens only."""
+"""A plain SGLang server as seen from outside; ``incremental``: events carry the new tokens only; ``kv_events`` are the
+addresses of its cache's events."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ class FakeSglang(FakeVllm):
 
     engine, generate_path = "sglang", "/generate"
 
-    def __init__(self, folder: Path, *, incremental: bool = False) -> None:
+    def __init__(self, folder: Path, *, incremental: bool = False, kv_events: dict[str, Any] | None = None) -> None:
         super().__init__(folder)
-        self.incremental = incremental
+        self.incremental, self.kv_events = incremental, kv_events
 
     def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         match path:
@@ -27,7 +28,7 @@ class FakeSglang(FakeVllm):
                 return 200, {"data": [{"id": self.name, "root": "x", "max_model_len": CONTEXT}]}
             case "/server_info":
                 info = {"model_path": str(self.folder), "page_size": PAGE, "max_total_num_tokens": 4096}
-                return 200, {**info, "max_running_requests": 32, "kv_events": None}
+                return 200, {**info, "max_running_requests": 32, "kv_events": self.kv_events}
             case "/metrics":
                 return 200, f"sglang:num_running_reqs {self.open_streams}\nsglang:token_usage 0.5\n"
         return 404, {"detail": "Not Found"}

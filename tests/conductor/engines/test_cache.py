@@ -165,6 +165,7 @@ def test_frequency_penalty_goes_on_as_a_bias():
     sampling = Sampling(frequency_penalty=0.5, logit_bias={7: 1.0})
     request = GenerationRequest(RequestId("r"), "m", prompt, sampling, StopRule(9, min_tokens=5))
     call = EngineCall(request, "r.2", as_tokens([1, 2, 7, 8, 7]), 3, "", "m")
-    assert call.logit_bias == {"7": 0.0, "8": -0.5}
-    assert (call.max_tokens, call.min_tokens) == (6, 2)
-    assert EngineCall(request, "r.1", prompt, 0, "", "m").logit_bias == {"7": 1.0}
+    sent = call.sampling()
+    assert sent["logit_bias"] == {7: 0.0, 8: -0.5}
+    assert (sent["max_tokens"], sent["min_tokens"]) == (6, 2)
+    assert EngineCall(request, "r.1", prompt, 0, "", "m").sampling()["logit_bias"] == {7: 1.0}

@@ -68,3 +68,29 @@ def test_prompts_of_one_step_are_measured_together():
             book.tokens(name, 1, now_s)
             book.end(name)
     assert abs(book.load().prefill.seconds(2000, 0) - 0.21) < 0.07
+
+
+def test_a_prompt_between_two_tokens_is_no_gap():
+    book = EngineBook(1000, 4)
+    book.add("a", 40, 40, 1.0)
+    for now_s in (2.0, 2.1, 2.2):
+        book.tokens("a", 1, now_s)
+    book.add("b", 40, 40, 2.2)
+    book.tokens("b", 1, 9.0)
+    book.tokens("a", 1, 9.1)  # it has waited for the prompt of b
+    book.end("b")
+    book.tokens("a", 1, 9.2)
+    assert abs(book.load().decode_step_s - 0.1) < 1e-9
+
+
+def test_one_slow_prompt_of_a_busy_machine_does_not_decide():
+    book, now_s = EngineBook(1000, 4), 0.0
+    for number, seconds in enumerate((1.0, 60.0, 1.0, 1.0, 1.0)):
+        book.add(f"r{number}", 500, 500, now_s)
+        now_s += seconds
+        for each_s in (now_s, now_s + 0.1):
+            book.tokens(f"r{number}", 1, each_s)
+        assert abs(book.load().prefill_tokens_per_s - 500) < 1
+        book.end(f"r{number}")
+        now_s += 0.2
+    assert abs(book.load().decode_step_s - 0.1) < 1e-9

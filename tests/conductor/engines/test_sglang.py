@@ -74,4 +74,4 @@ def test_lark_is_refused():
 
 def test_lost_tokens_are_noticed():
     with pytest.raises(NodeUnavailable, match="left out tokens"):
-        SglangStream("s").read(b'{"output_ids": [5], "meta_info": {"completion_tokens": 2}}')
+        SglangStream("s").read_all([b'{"output_ids": [5], "meta_info": {"completion_tokens": 2}}'])

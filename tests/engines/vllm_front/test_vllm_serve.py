@@ -108,14 +108,17 @@ def test_second_turn_goes_where_the_first_was(front: Front, servers: list[Server
     reply = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
     second = first | {"messages": [*first["messages"], reply, {"role": "user", "content": "Go on."}]}
 
+    def route() -> dict:
+        return front.http.post("/route", json=second).json()
+
     def known() -> dict:
-        return front.http.post("/route", json=second).json()["hit_blocks"]["workers"]
+        return route()["hit_blocks"]["workers"]
 
     eventually(lambda: servers[where].id in known(), 30.0)
-    blocks = known()[servers[where].id]
+    blocks, reasons = known()[servers[where].id], route()
     usage = asked(front.http, second)["usage"]
     num_first = answer["usage"]["prompt_tokens"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == blocks * 64 >= num_first - num_first % 64
+    assert usage["prompt_tokens_details"]["cached_tokens"] == blocks * 64 >= num_first - num_first % 64, reasons
     assert list(known()) == [servers[where].id]
 
 

@@ -75,6 +75,8 @@ def test_a_request_that_another_worker_began_has_less_before_it():
     made = FACTORY.request(submit([1, 2, 3, 4, 5], 2, stop=stop, sampling=Sampling(seed=40)))
     assert made.num_prompt_tokens == 2
     assert [made.sampling[name] for name in ("max_tokens", "min_tokens", "seed")] == [7, 2, 43]
+    penalised = FACTORY.request(submit([1, 2, 3, 3], 2, stop=stop, sampling=Sampling(frequency_penalty=0.5)))
+    assert penalised.sampling["logit_bias"] == {3: -1.0}
     told = output_of(made, output([6, 7], cached=4))
     assert (told.tokens, told.cached_tokens) == ([6, 7], 2), "of the prompt"
 

@@ -1,9 +1,8 @@
 """Conversion of session messages to vLLM's sampling parameters and back. Pure; imports nothing of vLLM.
 
 A request lost by another worker comes with its tokens so far: vLLM takes all of it as the prompt, so that its bounds
-are reduced by as many tokens, and penalties on the answer's tokens count these as the prompt's, which vLLM cannot
-distinguish. A text under a grammar cannot be continued in the middle; the conductor receives an error and tries
-another worker.
+are reduced by as many tokens, and a presence penalty counts these as the prompt's, which vLLM cannot distinguish. A
+text under a grammar cannot be continued in the middle; the conductor receives an error and tries another worker.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash, vllm_salt
 from tanghulu.session.messages import PullAhead, Submit
 from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
-from tanghulu.session.sampling import Sampling
+from tanghulu.session.sampling import MAX_ENGINE_SEED, VLLM_GRAMMARS, Sampling, engine_terms
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 
-#: Names of grammars in messages -> in vLLM's ``StructuredOutputsParams``.
-_GRAMMARS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_MAX_SEED = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,32 +107,18 @@ class VllmRequestFactory:
 
 def _sampling(submit: Submit, num_generated: int) -> dict[str, Any]:
     given, stop = submit.sampling, submit.stop
-    max_tokens = stop.max_new_tokens - num_generated
-    if max_tokens < 1:
+    if stop.max_new_tokens <= num_generated:
         raise InvalidRequest(
             f"max_new_tokens is {stop.max_new_tokens}, and {num_generated} tokens were already generated"
         )
+    generated = as_tokens(submit.tokens)[submit.num_prompt_tokens :].tolist()
+    terms = engine_terms(given, stop, generated)
     if submit.hand_over:
-        max_tokens = 1
+        terms |= {"max_tokens": 1, "min_tokens": min(terms["min_tokens"], 1)}
     # A request without a seed still draws the same tokens wherever it begins: its id is the seed.
     named = given.seed if given.seed is not None else xxhash.xxh3_64_intdigest(submit.request_id.encode())
-    return {
-        "repetition_penalty": given.repetition_penalty,
-        "presence_penalty": given.presence_penalty,
-        "frequency_penalty": given.frequency_penalty,
-        "logit_bias": dict(given.logit_bias) or None,
-        "temperature": given.temperature,
-        "top_k": given.top_k,
-        "top_p": given.top_p,
-        "min_p": given.min_p,
-        "seed": (named + num_generated) % _MAX_SEED,
-        "logprobs": given.num_logprobs,
-        "max_tokens": max_tokens,
-        "min_tokens": min(max(stop.min_tokens - num_generated, 0), max_tokens),
-        "stop_token_ids": list(stop.stop_token_ids),
-        "ignore_eos": stop.ignore_eos,
-        "detokenize": False,
-    }
+    seed = (named + num_generated) % MAX_ENGINE_SEED
+    return terms | {"seed": seed, "logprobs": given.num_logprobs, "detokenize": False}
 
 
 def _grammar(sampling: Sampling, num_generated: int) -> dict[str, str] | None:
@@ -147,7 +129,7 @@ def _grammar(sampling: Sampling, num_generated: int) -> dict[str, str] | None:
             f"vLLM cannot continue a text of {num_generated} tokens under a grammar; use another worker"
         )
     kind, text = sampling.grammar
-    return {_GRAMMARS[kind]: text}
+    return {VLLM_GRAMMARS[kind]: text}
 
 
 def output_of(request: VllmRequest, output: Any) -> Output:
