@@ -207,7 +207,7 @@ class Conductor:
             self.dispatcher.stories.listeners.append(self._spans.export)
         self._recorder = Recorder(config.record, self.metrics.recorded_requests) if config.record else None
         if self._recorder is not None:
-            self.dispatcher.record = self._recorder.add
+            self.dispatcher.when_ended.append(self._recorder.add)
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)

@@ -42,7 +42,7 @@ class GenerationRequest(Struct, frozen=True, eq=False):
 
     ``client`` takes turns with others in the queue, ``weight`` of them for each of another's; "" if unknown.
     ``timeouts`` are its own. ``origin`` is the HTTP request that carried it, if any.
-    ``seed_given`` by the client, rather than drawn here.
+    ``seed_given`` by the client, rather than drawn here. ``tenant`` of the API key, "" without one.
     """
 
     id: RequestId
@@ -60,6 +60,7 @@ class GenerationRequest(Struct, frozen=True, eq=False):
     scoring: PromptScoring | None = None
     origin: Origin | None = None
     seed_given: bool = False
+    tenant: str = ""
 
 
 class PromptLogprobs(Struct, frozen=True, eq=False):

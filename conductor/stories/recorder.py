@@ -3,11 +3,11 @@
 A line of a file is a request that has ended:
 
     {"timestamp": 1764333101123, "input_length": 150, "output_length": 87, "hash_ids": [52, 17], "answer_ids": [903],
-     "block_tokens": 64, "session": "9f1c"}
+     "block_tokens": 64, "cached_tokens": 64, "ttft_ms": 83.1, "tbt_ms": 21.07, "session": "9f1c"}
 
 as in the traces that Mooncake published (FAST'25): milliseconds, tokens, and a number for each full block of the
-prompt; ours also name those that the answer has filled, for later prompts that continue it. Equal numbers are equal
-prefixes up to there. Numbers and sessions are keyed hashes with a key that is drawn for
+prompt; ours also name those that the answer has filled, for later prompts that continue it, and what the request met:
+cached tokens, time to the first token, mean time between tokens. Equal numbers are equal prefixes up to there. Numbers and sessions are keyed hashes with a key that is drawn for
 each file and never written: they say nothing about the text, and files cannot be joined. Text, clients and models are
 not recorded; models with blocks of another size have files of their own.
 
@@ -47,7 +47,11 @@ _ID_BYTES: Final = 6
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended. ``arrived_s`` is Unix time; ``blocks`` names the full blocks of prompt and answer."""
+    """A request that has ended. ``arrived_s`` is Unix time; ``blocks`` names the full blocks of prompt and answer.
+
+    ``cached_tokens`` of the prompt were not computed. ``ttft_s`` and ``tbt_s`` (the mean between two tokens) are 0
+    where no such token came.
+    """
 
     arrived_s: float
     prompt_tokens: int
@@ -55,6 +59,11 @@ class EndedRequest(NamedTuple):
     blocks: Sequence[BlockHash]
     block_tokens: int
     session: str = ""
+    model: str = ""
+    tenant: str = ""
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
 
 
 class _TraceFile:
@@ -91,6 +100,9 @@ class _TraceFile:
             "hash_ids": ids[:end],
             "answer_ids": ids[end:],
             "block_tokens": request.block_tokens,
+            "cached_tokens": request.cached_tokens,
+            "ttft_ms": round(1000 * request.ttft_s, 1),
+            "tbt_ms": round(1000 * request.tbt_s, 2),
         }
         return row | {"session": self._hidden(request.session.encode()).hex()} if request.session else row
 
