@@ -6,10 +6,11 @@ A line of a file is a request that has ended:
      "block_tokens": 64, "cached_tokens": 64, "ttft_ms": 83.1, "tbt_ms": 21.07, "session": "9f1c"}
 
 as in the traces that Mooncake published (FAST'25): milliseconds, tokens, and a number for each full block of the
-prompt; ours also name those that the answer has filled, for later prompts that continue it, and what the request met:
-cached tokens, time to the first token, mean time between tokens. Equal numbers are equal prefixes up to there. Numbers and sessions are keyed hashes with a key that is drawn for
-each file and never written: they say nothing about the text, and files cannot be joined. Text, clients and models are
-not recorded; models with blocks of another size have files of their own.
+prompt; ours also name those that the answer has filled, for later prompts that continue it, and say what the request
+met: cached tokens, time to the first token, mean time between tokens. Equal numbers are equal prefixes up to there.
+Numbers and sessions are keyed hashes with a key that is drawn for each file and never written: they say nothing about
+the text, and files cannot be joined. Text, clients and models are not recorded; models with blocks of another size have
+files of their own.
 
 A file is a sequence of gzip members, one a batch: it can be read at any time, also after a crash. It is replaced when
 it reaches FILE_BYTES. A thread compresses and writes. Requests are counted as dropped while the disk is full, or while
