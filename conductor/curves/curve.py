@@ -25,6 +25,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, cast
 
 import numpy as np
@@ -252,8 +253,9 @@ class ModelCurve:
             self._stack.use(key)
         self._recent.add(tenant, tally.pending, keys, tokens, needed)
         tally.pending = 0.0
+        least = min(keys)
         for at, known in enumerate(self._minis):
-            if known is not None:
+            if known is not None and least < known[0] * _WHOLE:
                 tally.gains[at] += self._gain(*known, self._sizes[at], keys, tokens, needed)
 
     def _gain(
@@ -261,9 +263,7 @@ class ModelCurve:
     ) -> float:
         """Return the tokens that the miniature has cached beyond LRU, scaled up."""
         limit = rate * _WHOLE
-        chosen = [i for i, key in enumerate(keys) if key < limit] if rate < self.rate else range(len(keys))
-        if not chosen:
-            return 0.0
+        chosen = [i for i, key in enumerate(keys) if key < limit]
         hits = mini.request(cast(list[ChunkKey], [keys[i] for i in chosen]))
         gained = sum(tokens[i] for i in chosen[:hits]) - sum(tokens[i] for i in chosen if needed[i] <= size)
         return gained / rate
@@ -285,9 +285,10 @@ class ModelCurve:
             self._stack.keep(int(most) + 64) if most < bounds.stack_blocks else None
         if len(self._stack) > 1.25 * bounds.stack_blocks:
             rate *= 0.8
-        if self._num_requests >= _WORK_REQUESTS:
+        allowed = bounds.uses_per_request * _WORK_REQUESTS
+        if self._num_requests >= _WORK_REQUESTS or self._num_uses > 4 * allowed:
             if self._num_uses > bounds.uses_per_request * self._num_requests:
-                rate *= max(0.5, bounds.uses_per_request * self._num_requests / self._num_uses)
+                rate *= max(0.1, bounds.uses_per_request * self._num_requests / self._num_uses)
             self._num_requests = self._num_uses = 0
         self._recent.keep(bounds.recent_uses)
         if rate < self.rate:
@@ -315,7 +316,8 @@ class ModelCurve:
         if self.policy != LRU:
             gains = (gain / tally.tokens if tally.tokens else 0.0 for gain in tally.gains)
             shares[self.policy] = [_bounded(a + b) for a, b in zip(lru, gains, strict=True)]
-        shares[OPTIMUM] = [_bounded(a + b) for a, b in zip(lru, optimal, strict=True)]
+        best = (_bounded(a + max(0.0, b)) for a, b in zip(lru, optimal, strict=True))
+        shares[OPTIMUM] = list(accumulate(best, max))
         return Curve(tally.num_requests, tally.tokens, shares)
 
     def _optimal_gains(self) -> npt.NDArray[np.float64]:
