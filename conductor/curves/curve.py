@@ -31,9 +31,8 @@ from typing import Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from tanghulu.conductor.curves.caches import Miniature, optimal_hits
 from tanghulu.conductor.curves.distances import StackDistances
-from tanghulu.conductor.curves.miniature import Miniature
-from tanghulu.conductor.curves.optimum import optimal_hits
 from tanghulu.eviction import make_policy
 from tanghulu.types import ChunkKey
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from tanghulu.conductor.curves.caches import Miniature, optimal_hits
 from tanghulu.conductor.curves.curve import MAX_TENANTS, OTHERS, SIZES, Bounds, ModelCurve, spread
 from tanghulu.conductor.curves.distances import WORD, StackDistances
-from tanghulu.conductor.curves.miniature import Miniature
-from tanghulu.conductor.curves.optimum import optimal_hits
 from tanghulu.eviction import POLICIES, make_policy
 
 #: Tokens of a block; a prompt has half a block more than its names.
