@@ -17,6 +17,7 @@ from prometheus_client import Counter, Histogram
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tanghulu.conductor.curves.live import SHOWN_S, LiveCurves, StoreState
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.explain.explainer import Explainer
@@ -114,9 +115,15 @@ class Dashboard:
     """The contents of the page. Call ``observe`` once a second."""
 
     def __init__(
-        self, dispatcher: Dispatcher, metrics: ConductorMetrics, master: Masters, explainer: Explainer
+        self,
+        dispatcher: Dispatcher,
+        metrics: ConductorMetrics,
+        master: Masters,
+        explainer: Explainer,
+        curves: LiveCurves,
     ) -> None:
-        self._dispatcher, self._metrics, self._master, self._explainer = dispatcher, metrics, master, explainer
+        self._dispatcher, self._metrics, self._master = dispatcher, metrics, master
+        self._explainer, self._curves = explainer, curves
         self._history = RequestHistory(_bounds(metrics.ttft), _bounds(metrics.tbt))
         self._store = StoreView(self._nodes, self._tenants, master.credentials, self._worker_pages)
         self.num_watchers = 0
@@ -156,7 +163,18 @@ class Dashboard:
             "prefixes": self._dispatcher.router.hot.hottest(10, self._dispatcher.now_s),
             "misses": self._explainer.summary(),
             "events": self._store.events.last(MAX_SHOWN),
+            "curves": await self._curves.report(SHOWN_S) if self._curves.enabled else [],
         }
+
+    async def store_state(self) -> StoreState:
+        """Return the memory and the eviction policy of the store. Raises TanghuluError if it does not answer."""
+        async with aio.connect(self._master) as store:
+            nodes = await store.nodes()
+            return StoreState(
+                sum(node.capacity_bytes for node in nodes),
+                sum(node.ssd_capacity_bytes for node in nodes),
+                await store.eviction_policy(nodes[0].id) if nodes else "",
+            )
 
     async def _nodes(self) -> list[NodeView]:
         async with aio.connect(self._master) as store:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.conductor import dashboard, route_rights
+from tanghulu.conductor.curves import live as curves
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
@@ -41,7 +42,8 @@ from tanghulu.discovery.entering import enter, instance_of, meet
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import NONE as NO_DISCOVERY
 from tanghulu.discovery.open import open_discovery
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.eviction import POLICIES
 from tanghulu.masters import Masters
 from tanghulu.rpc.methods import EndReply
 from tanghulu.runtime.clock import SystemClock
@@ -145,6 +147,15 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     explain_text: bool = option(
         False, "quote prompts where explanations of cache misses name the characters that differ"
     )
+    curve_memory: int = option(
+        32 << 20, "memory for hit-rate curves (tanghulu curve); 0 disables them", size=True, least=0
+    )
+    curve_eviction: str = option(
+        "",
+        "eviction policy for which the curves are drawn",
+        choices=("", *POLICIES),
+        shown="that of the store's nodes, or lru without any",
+    )
     otlp_endpoint: str = option("", "OpenTelemetry collector for request spans, such as http://host:4318 (extra otel)")
     grpc_port: int = option(-1, "port of inference over gRPC; 0 picks one, -1 disables it", least=-1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
@@ -160,6 +171,8 @@ class ConductorConfig(SecretOptions, MasterOptions, HttpOptions, ProcessConfig):
     def __post_init__(self) -> None:
         check_bounds(self)
         parse_weights(self.policy_weights)
+        if 0 < self.curve_memory < curves.MODEL_BYTES:
+            raise ConfigError(f"--curve-memory is {self.curve_memory}; it must be 0 or at least {curves.MODEL_BYTES}")
 
     @property
     def cluster(self) -> str:
@@ -214,7 +227,13 @@ class Conductor:
             self.dispatcher.stories.listeners.append(self._spans.export)
         self._recorder = Recorder(config.record, self.metrics.recorded_requests) if config.record else None
         if self._recorder is not None:
-            self.dispatcher.record = self._recorder.add
+            self.dispatcher.when_ended.append(self._recorder.add)
+        metrics, memory = self.metrics, config.curve_memory
+        self.curves = curves.LiveCurves(
+            self.dispatcher.registry, metrics.curve, metrics.curve_requests, memory, config.curve_eviction
+        )
+        if self.curves.enabled:
+            self.dispatcher.when_ended.append(self.curves.add)
         self.explainer = Explainer.of(
             self.dispatcher, config.explain_memory, self.metrics, shows_text=config.explain_text
         )
@@ -244,7 +263,11 @@ class Conductor:
             _log.warning("conductor.tenants_without_secret", hint=_WITHOUT_SECRET)
         self.inference = InferencePort(self.service, self.metrics, config, self._server.keys)
         self.dashboard = dashboard.Dashboard(
-            self.dispatcher, self.metrics, Masters.of(config.master).showing(config.credentials), self.explainer
+            self.dispatcher,
+            self.metrics,
+            Masters.of(config.master).showing(config.credentials),
+            self.explainer,
+            self.curves,
         )
         self.address = Address("", 0)
         self._stopping = stopping or asyncio.Event()
@@ -257,7 +280,8 @@ class Conductor:
         """
         config = self.config
         routes = make_app(self.service)
-        routes.app.include_router(dashboard.router(self.dashboard), include_in_schema=False)
+        for added in (dashboard.router(self.dashboard), curves.router(self.curves)):
+            routes.app.include_router(added, include_in_schema=False)
         authorized = self._server.authorized(routes, route_rights.CONDUCTOR, self.service.accounts)
         app = Envelope(authorized, self.service.metrics, listed(config.cors_origins))
         async with (
@@ -276,6 +300,7 @@ class Conductor:
                 self._observe(),
                 self.dispatcher.mirror.apply_events(),
                 self._request_snapshots(),
+                self.curves.run(None if config.cluster == NO_DISCOVERY else self.dashboard.store_state),
             ):
                 yield self
                 await self._finish(server)

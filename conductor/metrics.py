@@ -75,6 +75,12 @@ class ConductorMetrics:
         self.queued = gauge("requests_queued", "Sequences that wait for a place or for a worker")
         self.workers = gauge("workers", "Connected workers", "role")
         self.recorded = counter("recorded_requests", "Requests of --record: written, or dropped", "outcome")
+        self.curve = gauge(
+            "curve_cached_share",
+            "Share of prompt tokens that would be cached at this multiple of the memory, as of the last look",
+            *("model", "eviction", "size"),
+        )
+        self.curve_requests = counter("curve_requests", "Ended requests of the curves: counted, or dropped", "outcome")
         self.index_lag = gauge("prefix_index_waiting_blocks", "Blocks of events that the index does not have yet")
         self.index_blocks = gauge("prefix_index_blocks", "Distinct blocks that the prefix index knows", "holders")
 

@@ -30,7 +30,7 @@ CONDUCTOR: Final = RouteRights(
         Need.ANY_KEY: ("/health", "/", "/docs", "/openapi.json", *_MODELS),
         Need.METRICS: (
             *("/metrics", "/health_generate", "/dashboard", "/dashboard/state", "/dashboard/events"),
-            *("/debug/requests", "/debug/requests/{name:path}"),
+            *("/debug/requests", "/debug/requests/{name:path}", "/debug/curve"),
         ),
         Need.INFERENCE: _INFERENCE,
         Need.ADMIN: ("/flush_cache",),

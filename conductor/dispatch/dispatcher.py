@@ -154,8 +154,8 @@ class Dispatcher:
         self.peers = PeerRequests(self.router.in_flight, self._load_of)
         self.stories = StoryBook(metrics.phases)
         self.explainer: PromptExplainer | None = None
-        #: Called with each request that has ended, if set.
-        self.record: Callable[[EndedRequest], None] | None = None
+        #: Called with each request that has ended.
+        self.when_ended: list[Callable[[EndedRequest], object]] = []
         self._metrics = metrics
         self._limits = limits
         self.clock = clock
@@ -578,7 +578,7 @@ class Dispatcher:
         if flight.generated:
             self.router.output.ended(len(flight.generated), flight.known_blocks)
         self._entries.pop(flight.request.id, None)
-        if self.record is not None:
+        if self.when_ended:
             sequence = flight.sequence(lambda: entry.model.empty_sequence(flight.request.salt))
             ended = EndedRequest(
                 time.time() - (now_s - entry.arrived_s),
@@ -587,8 +587,14 @@ class Dispatcher:
                 sequence.block_hashes,
                 sequence.block_tokens,
                 flight.request.session,
+                flight.request.model,
+                flight.request.tenant,
+                flight.cached_tokens or 0,
+                entry.counts.ttft_s,
+                entry.counts.tbt_s,
             )
-            self.record(ended)
+            for listener in self.when_ended:
+                listener(ended)
         entry.counts.ended(end, now_s)
         if self.explainer is not None and entry.asked is not None:
             failed = status_of(end).name.lower() if end.error or end.reason is FinishReason.ABORTED else ""

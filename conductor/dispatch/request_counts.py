@@ -27,15 +27,27 @@ class RequestCounts:
         self._flight = flight
         self._model = model
         self._arrived_s = arrived_s
-        self._last_token_s = 0.0
+        self._first_token_s = self._last_token_s = 0.0
         #: How exactly the text continues at the current worker.
         self.exactness = NOTHING_TO_CONTINUE
         self._lost_s: float | None = None  # time of its last move; None if tokens have come since
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token; 0 without one."""
+        return self._first_token_s - self._arrived_s if self._first_token_s else 0.0
+
+    @property
+    def tbt_s(self) -> float:
+        """Mean seconds between two tokens; 0 without two."""
+        gaps = len(self._flight.generated) - 1
+        return (self._last_token_s - self._first_token_s) / gaps if gaps > 0 else 0.0
 
     def tokens(self, num_tokens: int, now_s: float) -> bool:
         """Count tokens that came together; return whether they are the first."""
         is_first = not self._last_token_s
         if is_first:
+            self._first_token_s = now_s
             self._metrics.ttft.observe(now_s - self._arrived_s)
         else:
             self._metrics.tbt.observe(now_s - self._last_token_s)

@@ -348,6 +348,7 @@ def _sequences(
                 each.scoring,
                 body.origin if not requests and not choice else body.origin and body.origin.beside(),
                 each.fields.seed is not None,
+                body.tenant,
                 body.explain,
             )
             for choice in range(num_choices)

@@ -255,6 +255,11 @@ class RoutedBody(Body):
         return f"user {name}" if name else self._sender
 
     @property
+    def tenant(self) -> str:
+        """The tenant of the key; "" without one."""
+        return "" if self._key is None else self._key.tenant
+
+    @property
     def timeouts(self) -> Timeouts:
         """Upper limits of the waiting times, as requested."""
         return Timeouts(self.request_timeout or 0.0, self.first_token_timeout or 0.0, self.token_timeout or 0.0)

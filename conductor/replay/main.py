@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,11 @@ _ONLY_WHOLE = ("chunk_tokens", "speeds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig(HttpClientOptions):
-    """Options of ``tanghulu replay``. Constants of the model: see ``model.LatencyModel``."""
+class ClusterOptions(HttpClientOptions):
+    """A trace, and the cluster on which it is replayed. Constants of the model: see ``model.LatencyModel``."""
 
     traces: tuple[Path, ...] = ()
     policy: str = option("", "policies to compare, separated by commas; default: ttft-min, live the conductor's own")
-    live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
-    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1, most=512)
-    connections: int = option(256, "live: limit on concurrent requests", least=1, most=65536)
-    compare: bool = option(False, "live: simulate the cluster described by the other options, too, and compare the two")
     prefill: int = option(8, "number of prefill workers", least=1, most=4096)
     decode: int = option(8, "number of decode workers", least=1, most=4096)
     workers: int = option(
@@ -73,6 +69,7 @@ class ReplayConfig(HttpClientOptions):
     blocks: int = option(
         5859, "the trace's blocks, of 512 tokens by default, in the cache of one prefill worker", least=1
     )
+    ssd_blocks: int = option(0, "the trace's blocks on an SSD behind each of these caches", least=0, most=1 << 40)
     warmup: str = option("0.5", "share of the time span, or a trace, replayed first for warm-up")
     noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time", least=0, most=10)
     seed: int = option(0, "random seed")
@@ -110,6 +107,7 @@ class ReplayConfig(HttpClientOptions):
     mfu: float = option(0.5, "worker: share of the peak that prefill reaches", above=0, most=1)
     t0: float = option(0.02, "worker: fixed part of a prefill, in seconds", least=0, most=3600)
     h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s", above=0, most=1e18)
+    ssd: float = option(5e9, "worker: reading KV from an SSD, in bytes/s", above=0, most=1e18)
     nic: float = option(70e9, "worker: network, in bytes/s", above=0, most=1e18)
     c: float = option(0.020, "worker: fixed part of a decode step, in seconds", above=0, most=3600)
     d: float = option(1e-4, "worker: cost of a sequence in a decode step, in seconds", least=0, most=3600)
@@ -117,7 +115,6 @@ class ReplayConfig(HttpClientOptions):
     kv_tokens: float = option(1.4e6, "worker: limit on tokens of context for decoding", above=0, most=1e12)
     max_batch: int = option(512, "worker: limit on sequences in a decode step", least=1)
     chunk_tokens: int = option(512, "worker of both phases: limit on tokens in a step", least=1)
-    plot: str = option("", "plot the policies side by side to this file, .png or .html (extra 'plot')")
     json: bool = option(False, "print one JSON object a line instead of a table")
 
     def __post_init__(self) -> None:
@@ -125,31 +122,28 @@ class ReplayConfig(HttpClientOptions):
             if name not in POLICY_NAMES:
                 raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
         check_bounds(self)
-        if self.live:
-            parse_url(self.live, path=True)
         self._refuse_pointless()
         _ = self.worker_speeds
 
-    def _refuse_pointless(self) -> None:
-        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        if self.live and self.compare:
-            pointless, why = set(changed) & {"scale"}, "does not go with --compare: prompts are simulated in full"
-        elif self.live:
-            pointless, why = set(changed) - {*_LIVE, *_LIVE_OUTPUT}, "means nothing to a running conductor (--live)"
-        elif pointless := set(changed) & {*_ONLY_LIVE}:
-            why = "needs --live URL"
-        elif self.workers:
-            pointless, why = set(changed) & {*_ONLY_PAIRS}, "means nothing with --workers"
-        else:
-            pointless, why = set(changed) & {*_ONLY_WHOLE}, "needs --workers N"
-        for name in sorted(pointless):
-            raise ConfigError(f"--{name.replace('_', '-')} {why}")
-
     @property
     def policies(self) -> tuple[str, ...]:
-        """Names given in --policy, or its default; "" is the conductor's own."""
-        default = "" if self.live else "ttft-min"
-        return tuple(name.strip() for name in (self.policy or default).split(","))
+        """Names given in --policy, or its default."""
+        return tuple(name.strip() for name in (self.policy or "ttft-min").split(","))
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of the options that do not have their defaults."""
+        return {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+
+    def _refuse_pointless(self) -> None:
+        if self.workers:
+            self._refuse(_ONLY_PAIRS, "means nothing with --workers")
+        else:
+            self._refuse(_ONLY_WHOLE, "needs --workers N")
+
+    def _refuse(self, names: Iterable[str], why: str) -> None:
+        for name in sorted(self.changed & set(names)):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
     @property
     def worker_speeds(self) -> tuple[float, ...]:
@@ -191,13 +185,43 @@ class ReplayConfig(HttpClientOptions):
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(other) if hasattr(self, f.name)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig(ClusterOptions):
+    """Options of ``tanghulu replay``."""
+
+    live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
+    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1, most=512)
+    connections: int = option(256, "live: limit on concurrent requests", least=1, most=65536)
+    compare: bool = option(False, "live: simulate the cluster described by the other options, too, and compare the two")
+    plot: str = option("", "plot the policies side by side to this file, .png or .html (extra 'plot')")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.live:
+            parse_url(self.live, path=True)
+
+    def _refuse_pointless(self) -> None:
+        if self.live and self.compare:
+            self._refuse({"scale"}, "does not go with --compare: prompts are simulated in full")
+        elif self.live:
+            self._refuse(self.changed - {*_LIVE, *_LIVE_OUTPUT}, "means nothing to a running conductor (--live)")
+        else:
+            self._refuse(_ONLY_LIVE, "needs --live URL")
+            super()._refuse_pointless()
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names given in --policy, or its default; "" is the conductor's own."""
+        return super().policies if self.policy or not self.live else ("",)
+
+
 def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[ReplayReport]:
     """Yield a report for each trace and policy. Raises InvalidRequest for an unreadable trace."""
-    one = _live_one if config.live else _replay_one
+    one = _live_one if config.live else replay_one
     for path in config.traces:
         requests = read_trace(path, config.speedup, config.warmup, config.limit)
         for name in config.policies:
-            with _bar(progress, f"{_name(path)} {name}", len(requests)) as advance:
+            with _bar(progress, f"{trace_name(path)} {name}", len(requests)) as advance:
                 yield from one(config, path, name, requests, advance)
 
 
@@ -212,19 +236,21 @@ def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable
     progress.remove_task(task)
 
 
-def _name(trace: Path) -> str:
+def trace_name(trace: Path) -> str:
+    """Return the name of a trace in reports."""
     return trace.name.split(".")[0]
 
 
-def _replay_one(
-    config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
+def replay_one(
+    config: ClusterOptions, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
 ) -> Iterator[ReplayReport]:
+    """Yield the report of ``requests`` on the simulated cluster."""
     model = dataclasses.replace(config.cluster.model, block_tokens=requests[0].block_tokens)
     cluster = dataclasses.replace(config.cluster, model=model)
     simulation = make_simulation(cluster, make_policy(policy, config.policy_options))
     jobs = simulation.run(requests, advance)
     busy_s = [worker.busy_s for worker in simulation.prefills]
-    yield make_report(_name(path), policy, jobs, busy_s, simulation.fetched_blocks, config.slo_s)
+    yield make_report(trace_name(path), policy, jobs, busy_s, simulation.fetched_blocks, config.slo_s)
 
 
 def _live_one(
@@ -239,11 +265,11 @@ def _live_one(
         client=config,
     )
     found = replay_live(live, requests, advance)
-    yield make_report(_name(path), policy or "(conductor's)", found.jobs, (), 0, config.slo_s)
+    yield make_report(trace_name(path), policy or "(conductor's)", found.jobs, (), 0, config.slo_s)
     if found.interrupted:
         raise KeyboardInterrupt
     if config.compare:
-        for simulated in _replay_one(config, path, policy or "ttft-min", requests, advance):
+        for simulated in replay_one(config, path, policy or "ttft-min", requests, advance):
             yield dataclasses.replace(simulated, policy=f"{simulated.policy} (simulated)")
 
 

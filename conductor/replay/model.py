@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """The constants. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s.
+    """The constants. ``nic``, ``ssd`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s.
 
     ``chunk_tokens``: most tokens of a step, for workers of both phases; ``block_tokens``: tokens of a trace's block.
     """
@@ -72,6 +72,7 @@ class LatencyModel:
     t0: float = 0.02
     h2d: float = 128e9
     nic: float = 70e9
+    ssd: float = 5e9
     c: float = 0.020
     d: float = 1e-4
     e: float = 2.9e-8
@@ -102,6 +103,10 @@ class LatencyModel:
     def transfer_s(self, num_blocks: int) -> float:
         """Return seconds to move blocks of a trace over one NIC."""
         return num_blocks * self.block_tokens * self.kv_token_bytes / self.nic
+
+    def load_s(self, num_blocks: int) -> float:
+        """Return seconds to read blocks of a trace from an SSD."""
+        return num_blocks * self.block_tokens * self.kv_token_bytes / self.ssd
 
     def hand_over_s(self, num_tokens: int, hit_tokens: int, prefill_s: float, held_tokens: int = 0) -> float:
         """Return seconds left of the move to the decode worker when prefill ends: KV follows it chunk by chunk.

@@ -1,8 +1,8 @@
-"""One figure comparing the policies of a replay: distributions of TTFT and TBT, shares and load balance.
+"""Figures of a replay (distributions of TTFT and TBT, shares, load balance) and of hit-rate curves.
 
-A row of panels for each trace, a colour for each policy. matplotlib draws it (extra ``plot``), imported only here and
-only when a plot is requested; the HTML output contains the drawing as SVG and the figures as a table, and needs no
-network.
+A replay has a row of panels for each trace, a colour for each policy. matplotlib draws it (extra ``plot``), imported
+only here and only when a plot is requested; the HTML output contains the drawing as SVG and the figures as a table, and
+needs no network.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import html
 import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tanghulu.conductor.replay.report import ReplayReport
 from tanghulu.errors import ConfigError
@@ -59,11 +59,34 @@ def check_plot(path: Path) -> None:
 def write_plot(path: Path, reports: Sequence[ReplayReport]) -> None:
     """Draw ``reports`` (those of one trace are adjacent) into ``path``, PNG or HTML by its suffix."""
     check_plot(path)
-    figure = _figure(reports)
+    title = "Replay of " + ", ".join(dict.fromkeys(report.trace for report in reports))
+    _save(path, _figure(reports), title, [report.as_dict() for report in reports])
+
+
+def write_curves(path: Path, title: str, sizes: Sequence[float], shares: Mapping[str, Sequence[float]]) -> None:
+    """Draw the share of cached prompt tokens over ``sizes`` of memory, a line for each name in ``shares``."""
+    from matplotlib.figure import Figure
+
+    check_plot(path)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, values in shares.items():
+        axes.plot(sizes, [100 * value for value in values], marker="o", label=name)
+    axes.set(title=title, ylabel="cached prompt tokens in %", xlabel="memory compared with now", xscale="log")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    rows = [{"memory": size, **{name: shares[name][at] for name in shares}} for at, size in enumerate(sizes)]
+    _save(path, figure, title, rows)
+
+
+def _save(path: Path, figure: Figure, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if path.suffix == ".png":
         figure.savefig(path, dpi=120)
     else:
-        path.write_text(_page(figure, reports), encoding="utf-8")
+        path.write_text(_page(figure, title, rows), encoding="utf-8")
 
 
 def _figure(reports: Sequence[ReplayReport]) -> Figure:
@@ -120,16 +143,15 @@ def _bars(axes: Axes, title: str, reports: Sequence[ReplayReport], figures: Sequ
     axes.legend()
 
 
-def _page(figure: Figure, reports: Sequence[ReplayReport]) -> str:
+def _page(figure: Figure, title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     from matplotlib import rc_context
 
     drawing = io.StringIO()
     with rc_context({"svg.hashsalt": "replay"}):
         figure.savefig(drawing, format="svg", metadata={"Date": None})
     svg = drawing.getvalue()
-    rows = [report.as_dict() for report in reports]
     return _PAGE.format(
-        title="Replay of " + html.escape(", ".join(dict.fromkeys(report.trace for report in reports))),
+        title=html.escape(title),
         drawing=svg[svg.index("<svg") :],
         head="".join(f"<th>{html.escape(name)}</th>" for name in rows[0]),
         rows="\n".join("<tr>" + "".join(f"<td>{_cell(v)}</td>" for v in row.values()) + "</tr>" for row in rows),

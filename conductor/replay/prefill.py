@@ -13,26 +13,36 @@ from tanghulu.conductor.replay.model import Job
 
 
 class BlockCache:
-    """Resident blocks, least recently used first. Chains are touched tail first, so that leaves are evicted first."""
+    """Resident blocks, least recently used first. Chains are touched tail first, so that leaves are evicted first.
 
-    def __init__(self, capacity_blocks: int) -> None:
+    Evicted blocks move to an SSD with room for ``ssd_blocks``, and count as resident there, too.
+    """
+
+    def __init__(self, capacity_blocks: int, ssd_blocks: int = 0) -> None:
         assert capacity_blocks > 0
-        self.capacity_blocks = capacity_blocks
+        self.capacity_blocks, self._ssd_blocks = capacity_blocks, ssd_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._ssd: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, block: int) -> bool:
-        return block in self._blocks
+        return block in self._blocks or block in self._ssd
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def leading(self, blocks: Sequence[int]) -> int:
         """Return the number of leading blocks that are resident."""
-        resident = self._blocks
+        resident, ssd = self._blocks, self._ssd
         for index, block in enumerate(blocks):
-            if block not in resident:
+            if block not in resident and block not in ssd:
                 return index
         return len(blocks)
+
+    def load(self, blocks: Sequence[int]) -> int:
+        """Move those of ``blocks`` that are on the SSD to memory; return their number."""
+        found = [block for block in blocks if block in self._ssd]
+        self.insert(found)
+        return len(found)
 
     def touch(self, blocks: Sequence[int]) -> None:
         resident = self._blocks
@@ -46,6 +56,7 @@ class BlockCache:
         for block in reversed(blocks):
             resident[block] = None
             resident.move_to_end(block)
+            self._ssd.pop(block, None)
         self._evict()
 
     def insert_copies(self, blocks: Sequence[int]) -> None:
@@ -59,7 +70,11 @@ class BlockCache:
 
     def _evict(self) -> None:
         while len(self._blocks) > self.capacity_blocks:
-            self._blocks.popitem(last=False)
+            block, _ = self._blocks.popitem(last=False)
+            if self._ssd_blocks:
+                self._ssd[block] = None
+                if len(self._ssd) > self._ssd_blocks:
+                    self._ssd.popitem(last=False)
 
 
 class CachingInstance(abc.ABC):
@@ -72,6 +87,7 @@ class CachingInstance(abc.ABC):
         self.coming: Counter[int] = Counter()
         self.send_free_s = 0.0
         self.receive_free_s = 0.0
+        self.ssd_free_s = 0.0
         self.busy_s = 0.0
 
     def match(self, blocks: Sequence[int], first: int = 0) -> int:

@@ -37,10 +37,10 @@ class ClusterConfig:
 
     ``worker_speeds``: relative speeds of the first workers of both phases; the others have 1.
 
-    ``blocks``: cache of a worker that prefills. ``fetch``: workers can fetch prefixes from each
-    other, and do so when it pays unless the policy decides it. ``shared_cache``: the idealised pool, one cache for all
-    at no cost. ``hot_prefix_rate``: fetches per second and holder above which a prefix is copied to another worker in
-    advance. ``noise``: sigma of the lognormal factor between expected and real prefill time.
+    ``blocks``: cache of a worker that prefills, ``ssd_blocks``: those behind it on an SSD. ``fetch``: workers can fetch
+    prefixes from each other, and do so when it pays unless the policy decides it. ``shared_cache``: the idealised pool,
+    one cache for all at no cost. ``hot_prefix_rate``: fetches per second and holder above which a prefix is copied to
+    another worker in advance. ``noise``: sigma of the lognormal factor between expected and real prefill time.
     """
 
     num_prefill: int = 8
@@ -48,6 +48,7 @@ class ClusterConfig:
     num_workers: int = 0
     worker_speeds: tuple[float, ...] = ()
     blocks: int = 5859
+    ssd_blocks: int = 0
     model: LatencyModel = field(default_factory=LatencyModel)
     fetch: bool = True
     in_flight: bool = True
@@ -133,6 +134,7 @@ class Simulation(abc.ABC):
         if fetch is not None and fetch.num_blocks > match:
             self._fetch(job, target, fetch, match)
             hit_blocks = fetch.num_blocks
+        self._load(job, target, match)
         target.cache.touch(request.blocks[:match])
         job.estimate_s = self._profile.seconds(request.num_tokens, hit_blocks * self._model.block_tokens)
         job.queued_tokens = request.num_tokens - min(request.num_tokens, match * self._model.block_tokens)
@@ -169,6 +171,13 @@ class Simulation(abc.ABC):
         self.fetched_blocks += fetch.num_blocks - match
         self._hot.fetched(b"", job.request.blocks, match, fetch.num_blocks, self.now_s)
 
+    def _load(self, job: Job, target: CachingInstance, match: int) -> None:
+        """Read the hit blocks that are on the worker's SSD; the job waits for them, and they for earlier ones."""
+        num_blocks = target.cache.load(job.request.blocks[:match])
+        if num_blocks:
+            target.ssd_free_s = max(self.now_s, target.ssd_free_s) + self._model.load_s(num_blocks)
+            job.ready_s = max(job.ready_s, target.ssd_free_s)
+
     # --- hot prefixes
 
     def _copy_ahead(self) -> None:
@@ -204,9 +213,9 @@ class PairSimulation(Simulation):
     """Prefill workers and decode workers."""
 
     def __init__(self, config: ClusterConfig, policy: RoutingPolicy) -> None:
-        shared = BlockCache(config.blocks * config.num_prefill)
+        shared = BlockCache(config.blocks * config.num_prefill, config.ssd_blocks * config.num_prefill)
         self._prefillers = [
-            PrefillInstance(index, shared if config.shared_cache else BlockCache(config.blocks))
+            PrefillInstance(index, shared if config.shared_cache else BlockCache(config.blocks, config.ssd_blocks))
             for index in range(config.num_prefill)
         ]
         self.decodes = [DecodeInstance(index, config.model) for index in range(config.num_decode)]
@@ -283,10 +292,15 @@ class WholeSimulation(Simulation):
     """Workers that do both phases; an answer may still be decoded elsewhere."""
 
     def __init__(self, config: ClusterConfig, policy: RoutingPolicy) -> None:
-        shared = BlockCache(config.blocks * config.num_workers)
+        shared = BlockCache(config.blocks * config.num_workers, config.ssd_blocks * config.num_workers)
         speeds = (*config.worker_speeds, *(1.0,) * config.num_workers)
         self.workers = [
-            WholeInstance(index, shared if config.shared_cache else BlockCache(config.blocks), config.model, speed)
+            WholeInstance(
+                index,
+                shared if config.shared_cache else BlockCache(config.blocks, config.ssd_blocks),
+                config.model,
+                speed,
+            )
             for index, speed in enumerate(speeds[: config.num_workers])
         ]
         super().__init__(

@@ -3,7 +3,7 @@
 ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one id for each block, of which the last
 may be partial; equal ids = equal prefix up to there), and ``session`` if the trace has it. Blocks have 512 tokens, or
 ``block_tokens``, the same in all requests. ``answer_ids`` are the ids of the blocks that the answer has filled, if
-known (``conductor/stories/recorder.py``).
+known, and ``ttft_ms``, ``tbt_ms`` and ``cached_tokens`` what the request met (``conductor/stories/recorder.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tanghulu.errors import InvalidRequest
 
@@ -22,6 +22,15 @@ from tanghulu.errors import InvalidRequest
 BLOCK_TOKENS = 512
 #: Upper limits of a request's numbers: milliseconds, also since 1970, and tokens.
 _MOST = {"timestamp": 1e14, "input_length": 1e8, "output_length": 1e8}
+_MEASURED = {"ttft_ms": 1e14, "tbt_ms": 1e14, "cached_tokens": 1e8}
+
+
+class Measured(NamedTuple):
+    """A recorded request's own times, in seconds, and cached tokens."""
+
+    ttft_s: float
+    tbt_s: float
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,7 @@ class TraceRequest:
     counted: bool
     block_tokens: int = BLOCK_TOKENS
     answer_blocks: tuple[int, ...] = ()
+    measured: Measured | None = None
 
 
 def read_trace(path: Path, speedup: float, warmup: str, limit: int = 0) -> list[TraceRequest]:
@@ -80,6 +90,9 @@ def _request(row: dict[str, Any], first_ms: float, speedup: float, counted: bool
         counted=counted,
         block_tokens=row.get("block_tokens", BLOCK_TOKENS),
         answer_blocks=tuple(row.get("answer_ids", ())),
+        measured=Measured(row["ttft_ms"] / 1000, row.get("tbt_ms", 0) / 1000, row.get("cached_tokens", 0))
+        if row.get("ttft_ms")
+        else None,
     )
 
 
@@ -103,7 +116,7 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
 def _checked(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise InvalidRequest(f"{where} is not an object")
-    for name, most in _MOST.items():
+    for name, most in (*_MOST.items(), *((each, _MEASURED[each]) for each in _MEASURED.keys() & row.keys())):
         value = row.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
             raise InvalidRequest(f"{where}: {name!r} is {value!r:.80}, not a number from 0 to {most:g}")

@@ -43,8 +43,9 @@ class GenerationRequest(Struct, frozen=True, eq=False):
 
     ``client`` takes turns with others in the queue, ``weight`` of them for each of another's; "" if unknown.
     ``timeouts`` are its own. ``origin`` is the HTTP request that carried it, if any.
-    ``seed_given`` by the client, rather than drawn here. ``explain`` the prompt's cache misses to this audience, if
-    any; ``messages`` are the positions of a chat's messages in its rendered text.
+    ``seed_given`` by the client, rather than drawn here. ``tenant`` of the API key, "" without one. ``explain`` the
+    prompt's cache misses to this audience, if any; ``messages`` are the positions of a chat's messages in its rendered
+    text.
     """
 
     id: RequestId
@@ -62,6 +63,7 @@ class GenerationRequest(Struct, frozen=True, eq=False):
     scoring: PromptScoring | None = None
     origin: Origin | None = None
     seed_given: bool = False
+    tenant: str = ""
     explain: Audience | None = None
     messages: tuple[int, ...] = ()
 

@@ -3,13 +3,14 @@
 A line of a file is a request that has ended:
 
     {"timestamp": 1764333101123, "input_length": 150, "output_length": 87, "hash_ids": [52, 17], "answer_ids": [903],
-     "block_tokens": 64, "session": "9f1c"}
+     "block_tokens": 64, "cached_tokens": 64, "ttft_ms": 83.1, "tbt_ms": 21.07, "session": "9f1c"}
 
 as in the traces that Mooncake published (FAST'25): milliseconds, tokens, and a number for each full block of the
-prompt; ours also name those that the answer has filled, for later prompts that continue it. Equal numbers are equal
-prefixes up to there. Numbers and sessions are keyed hashes with a key that is drawn for
-each file and never written: they say nothing about the text, and files cannot be joined. Text, clients and models are
-not recorded; models with blocks of another size have files of their own.
+prompt; ours also name those that the answer has filled, for later prompts that continue it, and say what the request
+met: cached tokens, time to the first token, mean time between tokens. Equal numbers are equal prefixes up to there.
+Numbers and sessions are keyed hashes with a key that is drawn for each file and never written: they say nothing about
+the text, and files cannot be joined. Text, clients and models are not recorded; models with blocks of another size have
+files of their own.
 
 A file is a sequence of gzip members, one a batch: it can be read at any time, also after a crash. It is replaced when
 it reaches FILE_BYTES. A thread compresses and writes. Requests are counted as dropped while the disk is full, or while
@@ -22,7 +23,6 @@ import contextlib
 import gzip
 import hashlib
 import itertools
-import json
 import os
 import secrets
 import threading
@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import structlog
 
 from tanghulu.errors import ConfigError
@@ -42,12 +43,18 @@ _log = structlog.get_logger(__name__)
 MAX_WAITING: Final = 1 << 20
 FILE_BYTES: Final = 64 << 20
 _BATCH_S: Final = 1.0
+#: Of gzip: numbers that are hashes hardly get smaller with more work.
+_LEVEL: Final = 1
 #: Bytes of a number: 48 bits, which every reader of JSON keeps.
 _ID_BYTES: Final = 6
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended. ``arrived_s`` is Unix time; ``blocks`` names the full blocks of prompt and answer."""
+    """A request that has ended. ``arrived_s`` is Unix time; ``blocks`` names the full blocks of prompt and answer.
+
+    ``cached_tokens`` of the prompt were not computed. ``ttft_s`` and ``tbt_s`` (the mean between two tokens) are 0
+    where no such token came.
+    """
 
     arrived_s: float
     prompt_tokens: int
@@ -55,6 +62,11 @@ class EndedRequest(NamedTuple):
     blocks: Sequence[BlockHash]
     block_tokens: int
     session: str = ""
+    model: str = ""
+    tenant: str = ""
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0
 
 
 class _TraceFile:
@@ -67,8 +79,7 @@ class _TraceFile:
 
     def write(self, requests: Sequence[EndedRequest]) -> None:
         """Append a batch. Raises OSError, and then leaves the file as it was."""
-        lines = "".join(json.dumps(self._row(each), separators=(",", ":")) + "\n" for each in requests)
-        member = gzip.compress(lines.encode(), 6)
+        member = gzip.compress(msgspec.json.Encoder().encode_lines([self._row(each) for each in requests]), _LEVEL)
         try:
             self._file.write(member)
             self._file.flush()
@@ -91,6 +102,9 @@ class _TraceFile:
             "hash_ids": ids[:end],
             "answer_ids": ids[end:],
             "block_tokens": request.block_tokens,
+            "cached_tokens": request.cached_tokens,
+            "ttft_ms": round(1000 * request.ttft_s, 1),
+            "tbt_ms": round(1000 * request.tbt_s, 2),
         }
         return row | {"session": self._hidden(request.session.encode()).hex()} if request.session else row
 

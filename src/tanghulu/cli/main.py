@@ -52,6 +52,8 @@ _COMMANDS = {
     "drain": ("tanghulu.cli.drain", "COMMAND", "Have a worker, conductor or node finish or move what it has."),
     "topology": ("tanghulu.transfer_engine.topology_command", "COMMAND", "Show this machine's devices and transports."),
     "replay": ("tanghulu.conductor.replay.main", "COMMAND", "Replay request traces through the policies."),
+    "plan": ("tanghulu.cli.plan", "COMMAND", "Forecast what another worker, memory or an SSD would do."),
+    "curve": ("tanghulu.cli.curve", "COMMAND", "Show the hits that less or more memory would bring."),
 }
 
 #: Exit codes of typed errors, for scripts. 2 is click's own for an invalid command line.

@@ -22,6 +22,9 @@ class Policy(ABC):
         """Number of evicted keys still remembered; a policy that remembers keys bounds it."""
         return 0
 
+    def sampled(self, rate: float) -> None:  # noqa: B027 - most policies have no constants that depend on it
+        """Hint, before any other call, that the policy gets only a share of all keys (0 < ``rate`` <= 1)."""
+
     def begin_batch(self) -> None:  # noqa: B027 - most policies ignore the hint
         """Hint that the adds and touches from here to the next call came in one request, its last key first.
 

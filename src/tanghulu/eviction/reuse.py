@@ -139,11 +139,16 @@ class Reuse(Policy):
         self._next_fit = _FIRST_FIT
         self._next_ageing = AGEING_STEP
         self._num_evictions = 0
+        self._min_ghosts = MIN_GHOSTS
 
     @property
     def num_ghosts(self) -> int:
         """Number of ghosts, at most ``max(MIN_GHOSTS, GHOSTS_PER_KEY * keys)``."""
         return len(self._ghosts)
+
+    def sampled(self, rate: float) -> None:
+        """Remember as large a share of the ghosts."""
+        self._min_ghosts = max(1, round(rate * MIN_GHOSTS))
 
     # --- changes of keys
 
@@ -207,7 +212,7 @@ class Reuse(Policy):
             entry.group.keys.pop(key, None)
         entry.alive = False
         self._unlink(entry)
-        limit = max(MIN_GHOSTS, GHOSTS_PER_KEY * len(self._entries))
+        limit = max(self._min_ghosts, GHOSTS_PER_KEY * len(self._entries))
         while len(self._ghosts) > limit:
             self._ghosts.popitem(last=False)
 
@@ -306,7 +311,7 @@ class Reuse(Policy):
             assert (entry.group is not None and key in entry.group.keys) == is_leaf
         assert len(self._pending) < MAX_PENDING
         assert not self._ghosts.keys() & self._entries.keys()
-        assert len(self._ghosts) <= max(MIN_GHOSTS, GHOSTS_PER_KEY * (len(self._entries) + 1))
+        assert len(self._ghosts) <= max(self._min_ghosts, GHOSTS_PER_KEY * (len(self._entries) + 1))
 
     def __repr__(self) -> str:
         order = "reuse" if self._duel.challenger_leads else "lru"

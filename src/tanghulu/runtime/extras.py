@@ -25,7 +25,7 @@ PURPOSES = {
     "certs": "`tanghulu certs init`",
     "grammar": "JSON schemas and regular expressions in requests",
     "otel": "requests as OpenTelemetry's spans (--otlp-endpoint)",
-    "plot": "drawings of replayed traces",
+    "plot": "drawings of replayed traces and of hit-rate curves",
     "ucx": "the transport ucx",
     "vllm": "following the KV events of vLLM, and publishing in their format",
 }

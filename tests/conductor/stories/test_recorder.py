@@ -131,7 +131,7 @@ def test_bad_block_sizes(tmp_path: Path, size: object) -> None:
 async def test_requests_of_a_conductor(cluster: Cluster) -> None:
     """Two turns over HTTP: the second one's prompt begins like the first one's."""
     found: list[EndedRequest] = []
-    cluster.dispatcher.record = found.append
+    cluster.dispatcher.when_ended.append(found.append)
     await cluster.add()
     prompt = list(range(1, 200))
     for turn in (prompt, [*prompt, *range(50, 150)]):
@@ -148,4 +148,6 @@ async def test_requests_of_a_conductor(cluster: Cluster) -> None:
     size = first.block_tokens
     assert first.blocks[: 199 // size] == second.blocks[: 199 // size]
     assert first.session == second.session == "s"
+    assert (first.model, first.tenant, first.cached_tokens) == ("tiny", "", 0)
+    assert first.ttft_s > 0 <= first.tbt_s
     assert 0 <= second.arrived_s - first.arrived_s < 60

@@ -1,0 +1,1 @@
+"""Hit-rate curves: the share of prompt tokens that would be cached with less or more memory."""
