@@ -283,6 +283,7 @@ CONDUCTOR: _Http = {
     ("GET", "/dashboard"): (_M, "", "/dashboard", None),
     ("GET", "/dashboard/state"): (_M, "", "/dashboard/state", None),
     ("GET", "/dashboard/events"): (_M, "", "/dashboard/events", None),
+    ("GET", "/debug/curve"): (_M, "", "/debug/curve", None),
     ("GET", "/debug/requests"): (_M, "", "/debug/requests", None),
     ("GET", "/debug/requests/{name:path}"): (_M, "request", "/debug/requests/{target}", None),
     ("POST", "/flush_cache"): (_A, "", "/flush_cache", None),
