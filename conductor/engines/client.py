@@ -119,7 +119,7 @@ class EngineClient:
                 allow_redirects=False,
             ) as response:
                 yield response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except aiohttp.ClientConnectorError as error:  # not one out of time: a busy machine's server is still there
             raise EngineGone(f"{self.server.url} refuses connections: {reason(error)}") from error
         except (aiohttp.ClientError, RuntimeError) as error:  # the latter if this client was closed meanwhile
             raise NodeUnavailable(f"{self.server.url} broke off: {reason(error)}") from error

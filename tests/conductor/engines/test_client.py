@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
@@ -160,6 +161,20 @@ async def test_nobody_listens() -> None:
         with pytest.raises(EngineGone, match="refuses connections"):
             await client.call("/health")
         await client.close()
+
+
+async def test_a_connection_out_of_time_is_not_the_end_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = Address("127.0.0.1", 1)
+    client = EngineClient(EngineServer("vllm", f"http://{address}").at(address, "one"), NO_TLS)
+
+    def late(*_: object, **__: object) -> None:
+        raise aiohttp.ConnectionTimeoutError("Connection timeout")
+
+    monkeypatch.setattr(client._calls, "request", late)
+    with pytest.raises(NodeUnavailable, match="Connection timeout") as caught:
+        await client.call("/health")
+    assert not isinstance(caught.value, EngineGone)
+    await client.close()
 
 
 @pytest.mark.parametrize("how", ["leaves", "closes"])
