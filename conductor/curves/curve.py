@@ -25,7 +25,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final, cast
 
 import numpy as np
@@ -54,6 +54,8 @@ _WORK_REQUESTS: Final = 64
 _BLOCK_BYTES: Final = 220
 _MINI_BYTES: Final = 1600
 _USE_BYTES: Final = 24
+#: Share of the blocks of which the latest uses are kept in any case.
+_LEAST_RATE: Final = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,14 @@ class Curve:
 
 
 class _Recent:
-    """The latest sampled uses, oldest first, for the optimum.
+    """The latest uses of a sample of the blocks, oldest first, for the optimum.
 
-    A request has its tenant's tokens since its last one with a block in the sample.
+    A request has its tenant's tokens since its last one with a block in the sample. Where there are too many uses, the
+    sample is halved down to ``_LEAST_RATE``, as many requests are worth more than many blocks; then the oldest go.
     """
 
     def __init__(self) -> None:
+        self.rate = 1.0
         self.blocks = array("Q")
         self.tokens = array("f")
         self.needed = array("d")
@@ -152,7 +156,7 @@ class _Recent:
         self.is_whole = True
 
     def add(
-        self, tenant: int, all_tokens: float, keys: Sequence[int], tokens: Sequence[int], needed: Sequence[float]
+        self, tenant: int, all_tokens: float, keys: Sequence[int], tokens: Sequence[float], needed: Sequence[float]
     ) -> None:
         self.starts.append(len(self.blocks))
         self.tenants.append(tenant)
@@ -161,9 +165,12 @@ class _Recent:
         self.tokens.extend(tokens)
         self.needed.extend(needed)
 
-    def keep(self, most: int) -> None:
-        """Drop the oldest requests until ``most`` uses are left, a quarter more than allowed at a time."""
+    def keep(self, most: int, rate: float) -> None:
+        """Have at most a quarter more uses than ``most``, of blocks that are sampled at ``rate`` before."""
         if len(self.blocks) <= most * 1.25:
+            return
+        if min(rate, self.rate) > _LEAST_RATE:
+            self._thin(min(rate, self.rate) / 2)
             return
         first = next(i for i, start in enumerate(self.starts) if start >= len(self.blocks) - most)
         start = self.starts[first]
@@ -171,6 +178,21 @@ class _Recent:
         self.tenants, self.all_tokens = self.tenants[first:], self.all_tokens[first:]
         self.blocks, self.tokens, self.needed = self.blocks[start:], self.tokens[start:], self.needed[start:]
         self.is_whole = False
+
+    def _thin(self, rate: float) -> None:
+        """Keep the uses of blocks below ``rate`` alone."""
+        old, self.rate = _Recent(), rate
+        old.__dict__, self.__dict__ = self.__dict__, old.__dict__ | {"rate": rate, "is_whole": self.is_whole}
+        limit, pending = int(rate * _WHOLE), dict[int, float]()
+        for row, (start, end) in enumerate(pairwise([*old.starts, len(old.blocks)])):
+            tenant = old.tenants[row]
+            tokens = pending.pop(tenant, 0.0) + old.all_tokens[row]
+            chosen = [at for at in range(start, end) if old.blocks[at] < limit]
+            if chosen:
+                blocks, needed = [old.blocks[at] for at in chosen], [old.needed[at] for at in chosen]
+                self.add(tenant, tokens, blocks, [old.tokens[at] for at in chosen], needed)
+            else:
+                pending[tenant] = tokens
 
 
 class ModelCurve:
@@ -250,8 +272,10 @@ class ModelCurve:
             )
         for key in reversed(keys):
             self._stack.use(key)
-        self._recent.add(tenant, tally.pending, keys, tokens, needed)
-        tally.pending = 0.0
+        limit = self._recent.rate * _WHOLE
+        if chosen := [use for use in zip(keys, tokens, needed, strict=True) if use[0] < limit]:
+            self._recent.add(tenant, tally.pending, *zip(*chosen, strict=True))
+            tally.pending = 0.0
         least = min(keys)
         for at, known in enumerate(self._minis):
             if known is not None and least < known[0] * _WHOLE:
@@ -289,7 +313,7 @@ class ModelCurve:
             if self._num_uses > bounds.uses_per_request * self._num_requests:
                 rate *= max(0.1, bounds.uses_per_request * self._num_requests / self._num_uses)
             self._num_requests = self._num_uses = 0
-        self._recent.keep(bounds.recent_uses)
+        self._recent.keep(bounds.recent_uses, self.rate)
         if rate < self.rate:
             self.rate, limit = rate, rate * _WHOLE
             self._stack.keep(len(self._stack), lambda block: block < limit)
@@ -335,7 +359,7 @@ class ModelCurve:
         whole = np.bincount(rows[first:], recent.all_tokens[first:], num_tenants)
         whole = np.maximum(1e-9, np.append(whole, whole.sum()))
         for at, capacity in enumerate(self._sizes):
-            rate = min(self.rate, max(1, self._bounds.recent_uses >> 4) / capacity)
+            rate = min(self.rate, recent.rate, max(1, self._bounds.recent_uses >> 4) / capacity)
             chosen = blocks < np.uint64(min(_WHOLE - 1, int(rate * _WHOLE)))
             hit = _hits(blocks[chosen], owners[chosen], max(1, round(capacity * rate)))
             gained = hit - ((needed[chosen] <= capacity) & seen[chosen])

@@ -83,6 +83,15 @@ def test_the_optimum_of_recent_uses_never_loses_to_lru() -> None:
     assert all(best >= lru - 0.005 for best, lru in zip(shares["optimum"], shares["lru"], strict=True))
 
 
+def test_the_optimum_of_a_thinned_sample_is_close() -> None:
+    """Many requests of some blocks, not few of all: a window would miss what comes back after it."""
+    chains, memory = chats(1000), 1000
+    curve = drawn(chains, "lru", memory, Bounds(1 << 30, 1 << 30, 9000))
+    found = curve.curves()["*"].shares["optimum"]
+    for size, share in zip(SIZES[::2], found[::2], strict=True):
+        assert share == pytest.approx(exhaustive(chains, "optimum", round(size * memory)), abs=0.02), size
+
+
 def test_work_is_bounded() -> None:
     curve = drawn(chats(1000), "lru", 1000, Bounds(1 << 30, 1 << 30, 1 << 30, 2.0))
     assert curve.rate < 0.15
