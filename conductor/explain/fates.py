@@ -25,8 +25,8 @@ class Fate(NamedTuple):
 class Fates:
     """The removed blocks, in two generations: when the younger is full, it replaces the older one. Pure."""
 
-    def __init__(self, max_removed: int = MAX_REMOVED) -> None:
-        self._half = max_removed // 2
+    def __init__(self) -> None:
+        self._half = MAX_REMOVED // 2
         self._young: dict[BlockHash, Fate] = {}
         self._old: dict[BlockHash, Fate] = {}
         self._gone: dict[InstanceId, float] = {}

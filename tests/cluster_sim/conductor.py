@@ -24,6 +24,8 @@ from tests.cluster_sim.process import Process
 
 WORKER_TIMEOUT_S = 3.0
 SNAPSHOT_EVERY_S = 2.0
+#: Memory for prompts, more than a life fills.
+EXPLAIN_BYTES = 64 << 20
 
 
 class CheckedExplainer(Explainer):
@@ -95,7 +97,7 @@ class SimConductor(Process):
         policies = RoutingPolicies(plan.policy, parse_weights("", self.host))
         metrics = ConductorMetrics(self.metrics_registry)
         self.dispatcher = Dispatcher(self.host, policies, metrics, limits, SystemClock())
-        CheckedExplainer.of(self.dispatcher, 64 << 20, metrics, shows_text=False).begin(self._world)
+        CheckedExplainer.of(self.dispatcher, EXPLAIN_BYTES, metrics, shows_text=False).begin(self._world)
         for event in self._world.store.snapshot():
             self.dispatcher.mirror.directory_event(event)
         discovery = MemoryDiscovery(self._world.instances)

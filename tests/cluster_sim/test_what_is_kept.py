@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tanghulu.conductor.explain import fates
 from tanghulu.conductor.inference.generation import GenerationCall, TextRules
 from tanghulu.conductor.routing import expected_output
 from tanghulu.conductor.routing.requests import GenerationRequest
@@ -24,6 +25,7 @@ from tanghulu.conductor.stories.book import StoryBook
 from tanghulu.eviction import reuse
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import RequestId, Role
+from tests.cluster_sim import conductor as sim_conductor
 from tests.cluster_sim import text
 from tests.cluster_sim.client import _Reading
 from tests.cluster_sim.plan import Plan
@@ -103,6 +105,8 @@ def test_as_many_requests_again_leave_nothing_more(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reuse, "MIN_GHOSTS", 16)  # so that they are full soon
     monkeypatch.setattr(reuse, "MAX_PAIRS", 8)
     monkeypatch.setattr(expected_output, "MOST_PREFIXES", 16)
+    monkeypatch.setattr(sim_conductor, "EXPLAIN_BYTES", 60_000)
+    monkeypatch.setattr(fates, "MAX_REMOVED", 64)
     world = Counting((Role.PREFILL, Role.DECODE))
     world.run()
     warm, end = world.kept

@@ -322,7 +322,7 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
     call = messages.hello("me", Credentials("", "secret-initech"), "", False, ())
     connection.call(call.method, call.request, call.reply_type)
     new = messages.NewChunk("stolen", 1, 4 << 20)  # type: ignore[arg-type]
-    for call in (messages.reserve([new], 1000),):
+    for call in (messages.reserve([new], 1000, visible=True),):
         (reservation,) = messages.reservations(connection.call(call.method, call.request, call.reply_type))
     assert not isinstance(reservation, TanghuluError)
     assert reservation is not None

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tanghulu.conductor import route_rights
+from tanghulu.conductor.curves import live as curves
 from tanghulu.conductor.dashboard import Dashboard, router
 from tanghulu.conductor.http.app import make_app
 from tanghulu.errors import ConfigError, Unauthorized
@@ -41,6 +42,7 @@ def paths_of(cluster: Cluster) -> set[tuple[str, str]]:
     """(method, path) of every route, those of the dashboard included."""
     app = make_app(cluster.conductor.service).app
     app.include_router(router(cluster.conductor.dashboard))
+    app.include_router(curves.router(cluster.conductor.curves))
     return routes_of(app.routes)
 
 
