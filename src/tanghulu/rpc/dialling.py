@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -57,13 +58,16 @@ def dial(
             sock = near
         elif address is not None:
             sock = _reach(address, timeout_s)
-            if dead_s:
-                notice_dead_peer(sock, dead_s)
-            sock.settimeout(None)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            unpace_within_machine(sock, sock.getpeername())
-            if tls:
-                return TlsSocket(sock, client_context(tls), address.host, timeout_s, _TICK_S)
+            with contextlib.ExitStack() as failed:
+                failed.callback(sock.close)
+                if dead_s:
+                    notice_dead_peer(sock, dead_s)
+                sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                unpace_within_machine(sock, sock.getpeername())
+                if tls:
+                    return TlsSocket(sock, client_context(tls), address.host, timeout_s, _TICK_S)
+                failed.pop_all()
         else:
             raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
     except ssl.SSLCertVerificationError as error:
