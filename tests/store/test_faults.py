@@ -82,7 +82,7 @@ with tanghulu.connect(sys.argv[1]) as client:
     client.put("warm", b"x" * MIB)
     driver = client._driver
     node = next(peer for peer in driver._idle if peer)
-    call = messages.reserve([NewChunk("torn", 7, 4 * MIB)], 1000)
+    call = messages.reserve([NewChunk("torn", 7, 4 * MIB)], 1000, visible=True)
     (reply,) = driver._exchange(node, [call], 1.0)
     (reservation,) = messages.reservations(reply)
     view = driver._open_segment(node, False).remote.map_writable()
