@@ -60,7 +60,7 @@ class Run(Struct, frozen=True, gc=False):
     """``tokens`` of a prompt from number ``start`` on, loaded or computed.
 
     ``certain`` is False where something that would be needed to know was forgotten, or never known. ``detail`` is for
-    everybody, ``load`` from operators on, ``others`` for administrators; with ``hidden`` everybody else is told NEW.
+    everybody, ``load`` from operators on, ``others`` for administrators; with ``hidden`` everybody else sees NEW.
     """
 
     start: int

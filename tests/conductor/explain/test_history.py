@@ -16,7 +16,7 @@ FINGERPRINT = Fingerprint(b"f" * 16)
 
 
 class Lives:
-    """A history, and all prompts that it was told of."""
+    """A history, and all prompts added to it."""
 
     def __init__(self, max_bytes: int = 1 << 30) -> None:
         self.history = PromptHistory(max_bytes)

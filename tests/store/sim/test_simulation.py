@@ -72,7 +72,7 @@ def test_a_life_that_failed_once(seed: int) -> None:
 
 
 def test_a_moving_life_that_failed_once() -> None:
-    """In which a put was told that its key exists before the master knew it, and a remove after it found nothing."""
+    """A put returned that its key exists before the master knew it, and a remove after it found nothing."""
     World(700585, Plan.moving(Random("700585 moving"), shared=False)).run()
 
 
