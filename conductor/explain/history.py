@@ -71,7 +71,7 @@ class Segment:
     ) -> None:
         self.parent, self.start, self.names, self.tokens, self.client = parent, start, tuple(names), tokens, client
         #: Sorts siblings so that those with the longest common beginning are neighbours.
-        self.key = tokens[:size].astype(">u4").tobytes()
+        self.key = _key_of(tokens, size)
         self.children: dict[int, list[Segment]] = {}
         self.first_s = self.last_s = 0.0
         self.uses = 0
@@ -146,13 +146,14 @@ class PromptHistory:
         if (found := self._behind(root, names)) is None:
             return None
         segment, at = found
-        rest = prompt[at * size :]
+        # The next block is unknown, so whatever is known differs in it.
+        key = _key_of(prompt[at * size :], size)
         own = segment.tokens[(at - segment.start) * size :]
-        near = [(_num_equal(own, rest), segment, own)] if len(own) else []
+        near = [(_num_shared(_key_of(own, size), key), segment, own)] if len(own) else []
         siblings = segment.children.get(at, [])
-        place = bisect_left(siblings, rest[:size].astype(">u4").tobytes(), key=_key)
+        place = bisect_left(siblings, key, key=_key)
         for other in siblings[max(0, place - 1) : place + 1]:
-            near.append((_num_equal(other.tokens, rest), other, other.tokens))
+            near.append((_num_shared(other.key, key), other, other.tokens))
         # Of a prompt and what was answered to it, another prompt leaves the answer.
         num_equal, other, theirs = max(
             near, key=lambda each: (each[0], len(each[2]) > each[0]), default=(0, segment, own)
@@ -163,7 +164,7 @@ class PromptHistory:
     def same_elsewhere(self, root: BlockHash, prompt: Tokens, size: int) -> tuple[Namespace, Segment, int] | None:
         """Return another namespace with the longest beginning of ``prompt``, of whole blocks, and their number."""
         best: tuple[Namespace, Segment, int] | None = None
-        for other in self._starts.get(prompt[:size].astype(">u4").tobytes(), ()):
+        for other in self._starts.get(_key_of(prompt, size), ()):
             if other == root:
                 continue
             namespace, segment = self._roots[other]
@@ -221,10 +222,9 @@ class PromptHistory:
 
     def _has_tail(self, segment: Segment, at: int, rest: Tokens, size: int) -> bool:
         """Return whether something begins with ``rest``, less than a block, behind block ``at`` of the prompt."""
-        own = segment.tokens[(at - segment.start) * size :]
-        if _num_equal(own, rest) == len(rest):
+        siblings, key = segment.children.get(at, []), _key_of(rest, size)
+        if _key_of(segment.tokens[(at - segment.start) * size :], size).startswith(key):
             return True
-        siblings, key = segment.children.get(at, []), rest.astype(">u4").tobytes()
         place = bisect_left(siblings, key, key=_key)
         return place < len(siblings) and siblings[place].key.startswith(key)
 
@@ -273,13 +273,25 @@ def _follow(segment: Segment, prompt: Tokens, size: int) -> tuple[Segment, int]:
     at = 0
     while siblings := segment.children.get(at, []):
         rest = prompt[at * size :]
-        key = rest[:size].astype(">u4").tobytes()
+        key = _key_of(rest, size)
         place = bisect_left(siblings, key, key=_key)
         if place == len(siblings) or siblings[place].key != key or len(key) < size * TOKEN_BYTES:
             break
         segment = siblings[place]
         at = min(segment.end, segment.start + _num_equal(segment.tokens, rest) // size)
     return segment, at
+
+
+def _key_of(tokens: Tokens, size: int) -> bytes:
+    """Return the first block, or what there is of it, as bytes that sort as its tokens do."""
+    return tokens[:size].astype(">u4").tobytes()
+
+
+def _num_shared(one: bytes, other: bytes) -> int:
+    """Return the number of leading tokens that two keys share."""
+    num = min(len(one), len(other))
+    differing = int.from_bytes(one[:num], "big") ^ int.from_bytes(other[:num], "big")
+    return (num - (differing.bit_length() + 7) // 8) // TOKEN_BYTES
 
 
 def _num_equal(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> int:
