@@ -16,7 +16,8 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.conductor import dashboard, route_rights
 from tanghulu.conductor.curves import live as curves
 from tanghulu.conductor.dispatch.admission import Admission
-from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher
+from tanghulu.conductor.dispatch.entry import Limits
 from tanghulu.conductor.dispatch.lifecycle import MoveLimits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.engines.servers import FILE_HELP as ENGINES_HELP

@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
-from tanghulu.conductor.dispatch.admission import Admission, forecast
+from tanghulu.conductor.dispatch.admission import forecast
 from tanghulu.conductor.dispatch.deadlines import Deadlines
+from tanghulu.conductor.dispatch.entry import Entry, Limits, PromptExplainer
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
     DeliverScores,
@@ -30,7 +29,6 @@ from tanghulu.conductor.dispatch.lifecycle import (
     FlightState,
     Instruction,
     Loss,
-    MoveLimits,
     PickDecode,
     PickPull,
     PullTo,
@@ -38,7 +36,7 @@ from tanghulu.conductor.dispatch.lifecycle import (
     Requeue,
     SubmitTo,
 )
-from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
+from tanghulu.conductor.dispatch.queue import WaitingQueue
 from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.dispatch.request_counts import NOTHING_TO_CONTINUE, RequestCounts, status_of
 from tanghulu.conductor.dispatch.router import RoutedRequest, Router
@@ -50,84 +48,20 @@ from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
 from tanghulu.conductor.routing.overrides import RoutingPolicies
-from tanghulu.conductor.routing.profiles import ProfileFile
-from tanghulu.conductor.routing.requests import NO_TIMEOUTS, GenerationRequest, PromptLogprobs, Timeouts
+from tanghulu.conductor.routing.requests import GenerationRequest, PromptLogprobs
 from tanghulu.conductor.routing.worker_state import LoadTracker
-from tanghulu.conductor.stories.account import Explanation
 from tanghulu.conductor.stories.book import StoryBook
 from tanghulu.conductor.stories.recorder import EndedRequest
-from tanghulu.conductor.stories.story import Story
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.session.messages import SessionWelcome, StepOutput
-from tanghulu.session.outputs import FinishReason, KvSource, Output, PrefixHolder
-from tanghulu.types import BlockHash, InstanceId, Place, RequestId
+from tanghulu.session.outputs import FinishReason, KvSource, Output
+from tanghulu.types import InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
 #: Pause before resending a request that was refused more than once.
 _REFUSED_PAUSE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs.
-
-    ``timeouts`` are the upper limits for a request. A worker whose engine is silent for ``worker_timeout_s`` counts as
-    lost; 0 disables that.
-    """
-
-    max_in_flight: int = 1024
-    max_queued: int = 1024
-    queue_timeout_s: float = 30.0
-    moves: MoveLimits = field(default_factory=MoveLimits)
-    admission: Admission = field(default_factory=Admission)
-    order: QueueOrder = field(default_factory=QueueOrder)
-    profiles: ProfileFile = field(default_factory=ProfileFile)
-    hot_prefix_rate: float = 0.0
-    timeouts: Timeouts = NO_TIMEOUTS
-    worker_timeout_s: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A request in progress, with the data that only the dispatcher needs."""
-
-    flight: Flight
-    model: ServedModel
-    stream: TokenStream
-    story: Story
-    counts: RequestCounts
-    arrived_s: float
-    deadlines: Deadlines
-    wire_id: str = ""
-    rest_tokens: int = 0
-    holder: PrefixHolder | None = None
-    #: Leading blocks held by each worker when the prefill began.
-    holders: Mapping[InstanceId, int] = field(default_factory=dict)
-    num_blocks: int = 0
-    reserved: InstanceId | None = None
-    #: Time since which workers have refused it, and number of refusals.
-    refused_s: float | None = None
-    num_refusals: int = 0
-    not_before_s: float = 0.0
-    deadline: asyncio.TimerHandle | None = None
-    alarm: asyncio.TimerHandle | None = None
-    #: What ``explainer`` has recorded of it.
-    asked: Any = None
-
-
-class PromptExplainer(Protocol):
-    """Explains which tokens of prompts were computed, and why; called at each event that it needs to know of."""
-
-    def joined(self, cached: Sequence[BlockHash]) -> None:
-        """Record that a worker has joined with ``cached`` blocks."""
-
-    def routed(self, before: Any, flight: Flight, model: ServedModel, route: RoutedRequest) -> Any:
-        """Record that a request was routed; return its record, given as ``before`` if it is routed again."""
-
-    def ended(self, asked: Any, flight: Flight, model: ServedModel, outcome: str) -> Explanation | None:
-        """Explain a request that has ended, from its record; ``outcome`` is "" if it was served."""
 
 
 class Dispatcher:
@@ -159,9 +93,9 @@ class Dispatcher:
         self._metrics = metrics
         self._limits = limits
         self.clock = clock
-        self._entries: dict[RequestId, _Entry] = {}
-        self._queue: WaitingQueue[_Entry] = WaitingQueue(limits.order)
-        self._submissions: dict[str, _Entry] = {}
+        self._entries: dict[RequestId, Entry] = {}
+        self._queue: WaitingQueue[Entry] = WaitingQueue(limits.order)
+        self._submissions: dict[str, Entry] = {}
 
     # --- called by the HTTP layer
 
@@ -181,20 +115,7 @@ class Dispatcher:
 
     def flights(self) -> list[dict[str, Any]]:
         """Return the requests in progress, for people, oldest first."""
-        now_s = self.now_s
-        return [
-            {
-                "id": entry.flight.request.id,
-                "state": entry.flight.state.name.lower(),
-                "worker": entry.flight.worker or "",
-                "age_s": now_s - entry.arrived_s,
-                "prompt_tokens": len(entry.flight.request.prompt),
-                "cached_tokens": entry.flight.cached_tokens or 0,
-                "generated_tokens": len(entry.flight.generated),
-                "moved": entry.flight.was_moved,
-            }
-            for entry in self._entries.values()
-        ]
+        return [entry.shown(self.now_s) for entry in self._entries.values()]
 
     def submit(self, request: GenerationRequest, model: ServedModel, arrivals: Arrivals, name: str = "") -> TokenStream:
         """Submit ``request``, named ``name`` by its client; return its token stream, which signals ``arrivals``.
@@ -210,7 +131,7 @@ class Dispatcher:
         served = model.card.model
         story = self.stories.begin(request.id, name, served, len(request.prompt), now_s, request.origin)
         counts = RequestCounts(self._metrics, flight, served, now_s)
-        entry = _Entry(flight, model, TokenStream(arrivals, story), story, counts, now_s, Deadlines(timeouts, now_s))
+        entry = Entry(flight, model, TokenStream(arrivals, story), story, counts, now_s, Deadlines(timeouts, now_s))
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
             self._perform(entry, entry.flight.refuse(error))
@@ -339,7 +260,7 @@ class Dispatcher:
 
     # --- the queue
 
-    def _enqueue(self, entry: _Entry, front: bool) -> None:
+    def _enqueue(self, entry: Entry, front: bool) -> None:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
         client = None if front else request.client
@@ -348,20 +269,20 @@ class Dispatcher:
         wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
         entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
 
-    def _leave_queue(self, entry: _Entry) -> None:
+    def _leave_queue(self, entry: Entry) -> None:
         self._queue.discard(entry.flight.request.id)
         if entry.deadline is not None:
             entry.deadline.cancel()
             entry.deadline = None
 
-    def _expire(self, entry: _Entry) -> None:
+    def _expire(self, entry: Entry) -> None:
         model, waited_s = entry.model, self._limits.queue_timeout_s
         error: TanghuluError = Overloaded(f"no place became free within {waited_s:g} s; try again later")
         if not self.registry.usable(model):
             error = NodeUnavailable(f"no worker that serves {model.card.model} was there for {waited_s:g} s; start one")
         self._perform(entry, entry.flight.fail(error))
 
-    def _watch(self, entry: _Entry) -> None:
+    def _watch(self, entry: Entry) -> None:
         """Check the request again at its next deadline. Further tokens move deadlines, but not the timer."""
         if entry.alarm is not None:
             entry.alarm.cancel()
@@ -371,7 +292,7 @@ class Dispatcher:
             wait_s = due_s - self.clock.now_s()
             entry.alarm = asyncio.get_running_loop().call_later(wait_s, self._look_at_deadlines, entry)
 
-    def _look_at_deadlines(self, entry: _Entry) -> None:
+    def _look_at_deadlines(self, entry: Entry) -> None:
         entry.alarm = None
         if missed := entry.deadlines.missed(self.clock.now_s()):
             self._perform(entry, entry.flight.fail(DeadlineExceeded(missed)))
@@ -391,7 +312,7 @@ class Dispatcher:
                 with self._alone(entry):
                     self._dispatch(entry)
 
-    def _dispatch(self, entry: _Entry) -> None:
+    def _dispatch(self, entry: Entry) -> None:
         flight = entry.flight
         if not self.registry.serves(entry.model):
             name = entry.model.card.model
@@ -422,7 +343,7 @@ class Dispatcher:
             entry.reserved = decode
         self._perform(entry, flight.submit(prefill, decode))
 
-    def _objection(self, entry: _Entry, route: RoutedRequest) -> str:
+    def _objection(self, entry: Entry, route: RoutedRequest) -> str:
         """Return the reason to refuse a request that has not started yet, or "" if it may be sent."""
         assert route.decision is not None
         if not self._limits.admission:
@@ -433,7 +354,7 @@ class Dispatcher:
     # --- carrying out instructions
 
     @contextlib.contextmanager
-    def _alone(self, entry: _Entry) -> Iterator[None]:
+    def _alone(self, entry: Entry) -> Iterator[None]:
         """Fail only this request if the block raises: the caller acts for another client, or for a worker."""
         try:
             yield
@@ -445,7 +366,7 @@ class Dispatcher:
             if flight.request.id in self._entries:
                 self._perform(entry, [End(None, error)] if flight.ended else flight.fail(error))
 
-    def _perform(self, entry: _Entry, instructions: Sequence[Instruction]) -> None:
+    def _perform(self, entry: Entry, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case DeliverTokens():
@@ -465,7 +386,7 @@ class Dispatcher:
                 case End():
                     self._end(entry, instruction)
 
-    def _tell(self, entry: _Entry, what: AbortAt | Release | PullTo) -> None:
+    def _tell(self, entry: Entry, what: AbortAt | Release | PullTo) -> None:
         match what:
             case AbortAt(worker, wire_id):
                 self._abort_at(worker, wire_id)
@@ -474,7 +395,7 @@ class Dispatcher:
             case PullTo():
                 self._pull_to(entry, what)
 
-    def _submit_to(self, entry: _Entry, to: SubmitTo) -> None:
+    def _submit_to(self, entry: Entry, to: SubmitTo) -> None:
         flight, worker = entry.flight, self.registry.workers[to.worker]
         assert worker.session is not None, "a policy only sees connected workers"
         self._untrack(entry)
@@ -497,19 +418,19 @@ class Dispatcher:
                 self._abort_at(to.worker, to.ahead)
             self._lose(entry, error, Loss.REFUSED)
 
-    def _pick_pull(self, entry: _Entry, source: KvSource) -> None:
+    def _pick_pull(self, entry: Entry, source: KvSource) -> None:
         """Start the pull at the worker reserved for the request, which continues there if the worker is still up."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None and worker.usable:
             self._perform(entry, entry.flight.pull_at(worker.id, source))
 
-    def _pull_to(self, entry: _Entry, to: PullTo) -> None:
+    def _pull_to(self, entry: Entry, to: PullTo) -> None:
         flight, session = entry.flight, self.registry.workers[to.worker].session
         assert session is not None, "it was usable a moment ago"
         with contextlib.suppress(Overloaded):  # the KV is fetched at hand-over
             session.pull(to.name, flight.all_tokens(), flight.request.salt, to.source)
 
-    def _pick_decode(self, entry: _Entry) -> None:
+    def _pick_decode(self, entry: Entry) -> None:
         self._metrics.hand_overs.inc()
         entry.story.handed_over(self.clock.now_s())
         reserved = entry.reserved
@@ -535,11 +456,11 @@ class Dispatcher:
             with contextlib.suppress(Overloaded):  # the worker drops an export by itself, after a while
                 worker.session.release(export_id)
 
-    def _lose(self, entry: _Entry, error: TanghuluError, loss: Loss) -> None:
+    def _lose(self, entry: Entry, error: TanghuluError, loss: Loss) -> None:
         """Continue without the request's current worker."""
         self._perform(entry, entry.flight.on_worker_lost(error, loss))
 
-    def _requeue(self, entry: _Entry, why: Requeue) -> None:
+    def _requeue(self, entry: Entry, why: Requeue) -> None:
         flight, now_s, reason = entry.flight, self.clock.now_s(), why.reason
         _log.info(
             "request.redispatched",
@@ -558,7 +479,7 @@ class Dispatcher:
             entry.refused_s, entry.num_refusals, entry.not_before_s = None, 0, 0.0
         self._enqueue(entry, front=True)
 
-    def _postpone(self, entry: _Entry, now_s: float) -> None:
+    def _postpone(self, entry: Entry, now_s: float) -> None:
         """Delay a refused request before it is sent again, unless another worker is left to try."""
         if entry.refused_s is None:
             entry.refused_s = now_s
@@ -567,7 +488,7 @@ class Dispatcher:
             entry.not_before_s = now_s + _REFUSED_PAUSE_S
             asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
 
-    def _end(self, entry: _Entry, end: End) -> None:
+    def _end(self, entry: Entry, end: End) -> None:
         flight, story, now_s = entry.flight, entry.story, self.clock.now_s()
         self._leave_queue(entry)
         if entry.alarm is not None:
@@ -579,20 +500,7 @@ class Dispatcher:
             self.router.output.ended(len(flight.generated), flight.known_blocks)
         self._entries.pop(flight.request.id, None)
         if self.when_ended:
-            sequence = flight.sequence(lambda: entry.model.empty_sequence(flight.request.salt))
-            ended = EndedRequest(
-                time.time() - (now_s - entry.arrived_s),
-                len(flight.request.prompt),
-                len(flight.generated),
-                sequence.block_hashes,
-                sequence.block_tokens,
-                flight.request.session,
-                flight.request.model,
-                flight.request.tenant,
-                flight.cached_tokens or 0,
-                entry.counts.ttft_s,
-                entry.counts.tbt_s,
-            )
+            ended = entry.as_ended(now_s)
             for listener in self.when_ended:
                 listener(ended)
         entry.counts.ended(end, now_s)
@@ -605,20 +513,20 @@ class Dispatcher:
         entry.stream.cached_tokens = flight.cached_tokens or 0
         entry.stream.end(end)
 
-    def _withdraw(self, entry: _Entry) -> None:
+    def _withdraw(self, entry: Entry) -> None:
         """Release the decode slot reserved for the request: another worker is chosen, or none is needed."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
             worker.load.release_decode(entry.flight.request.id)
         entry.reserved = None
 
-    def _untrack(self, entry: _Entry) -> None:
+    def _untrack(self, entry: Entry) -> None:
         self._submissions.pop(entry.wire_id, None)
         self.router.ended(entry.wire_id)
         self.own.freed(entry.wire_id)
         entry.wire_id = ""
 
-    def _observe(self, entry: _Entry, output: Output, now_s: float) -> None:
+    def _observe(self, entry: Entry, output: Output, now_s: float) -> None:
         entry.story.report(now_s, output.phases)
         if not output.tokens:
             return

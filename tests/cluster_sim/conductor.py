@@ -8,7 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher
+from tanghulu.conductor.dispatch.entry import Limits
 from tanghulu.conductor.dispatch.lifecycle import Flight, MoveLimits
 from tanghulu.conductor.dispatch.router import RoutedRequest
 from tanghulu.conductor.explain.explainer import Asked, Explainer

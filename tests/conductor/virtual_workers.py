@@ -11,7 +11,8 @@ from typing import Any
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher
+from tanghulu.conductor.dispatch.entry import Limits
 from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
 from tanghulu.conductor.metrics import ConductorMetrics
