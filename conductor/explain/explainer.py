@@ -35,7 +35,8 @@ from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import BlockHash, InstanceId
 
-#: An earlier prompt with fewer tokens in common, or less than a block, is another prompt altogether.
+#: An earlier prompt with fewer tokens in common, or less than a block, is another prompt altogether; unless it is the
+#: client's own and soon goes on like this one, as where a time of day opens the system prompt.
 MIN_SHARED: Final = 16
 #: Least time between two breaks whose texts are looked at for the dashboard alone.
 _LOOK_S: Final = 0.1
@@ -288,12 +289,16 @@ class _Causes:
             hidden = segment.client != client
             run = Run(0, 0, Cause.OTHER_NAME, certain, {"differs": differs}, hidden=hidden)
             return run, num_blocks
-        if parting is None or parting.continues or parting.shared < min(self._size, MIN_SHARED):
+        if parting is None or parting.continues:
             return Run(0, 0, Cause.NEW, certain), ALL
-        tokens = len(self._flight.request.prompt) - block * self._size
+        is_own, prompt = parting.other.client == client, self._flight.request.prompt
+        is_alike = parting.shared >= min(self._size, MIN_SHARED) or (is_own and parting.resumes(prompt))
+        if not is_alike:
+            return Run(0, 0, Cause.NEW, certain), ALL
+        tokens = len(prompt) - block * self._size
         place = {"token": parting.shared} | explainer.looked(asked, self._flight, self._model, tokens)
         detail = {"block": parting.shared // self._size}
-        if parting.other.client == client:  # its own earlier prompt
+        if is_own:
             return Run(0, 0, Cause.DIVERGED, certain, detail | place), ALL
         return Run(0, 0, Cause.DIVERGED, certain, detail, others=place), ALL
 

@@ -26,6 +26,8 @@ from tanghulu.types import BlockHash, InstanceId
 
 #: Memory of a segment, and of a block besides its tokens: its name, and a place in a dict and in a list.
 SEGMENT_BYTES, BLOCK_BYTES = 1024, 200
+#: Most tokens of a difference behind which prompts resume (a time of day), and least tokens that are alike again.
+RESUME_TOKENS = 16
 
 
 class Namespace(NamedTuple):
@@ -110,6 +112,13 @@ class Break(NamedTuple):
     def continues(self) -> bool:
         """Whether the earlier prompt had ended there, so that this one continues it."""
         return not len(self.theirs)
+
+    def resumes(self, prompt: Tokens) -> bool:
+        """Whether both prompts are alike again soon behind the break, which something short has caused."""
+        behind = self.shared + RESUME_TOKENS
+        wanted = prompt[behind : behind + RESUME_TOKENS].tobytes()
+        at_most = self.theirs[: 3 * RESUME_TOKENS].tobytes()
+        return len(wanted) == RESUME_TOKENS * TOKEN_BYTES and wanted in at_most
 
 
 def _key(segment: Segment) -> bytes:

@@ -98,6 +98,19 @@ async def test_a_prompt_diverges_at_a_token(cluster):
     assert (run[3]["block"], run[3]["token"]) == (2, 150)
 
 
+@pytest.mark.parametrize(
+    ("num_ours", "client", "cause"),
+    [(2, "key a", "diverged"), (5, "key a", "diverged"), (40, "key a", "new"), (2, "key b", "new")],
+)
+async def test_a_time_of_day_opens_the_prompt(cluster, num_ours, client, cause):
+    opening, rest = prompt_of(1, 6), prompt_of(2, 400)
+    cluster.runs([*opening, 250, 251, *rest])
+    run, _ = cluster.runs([*opening, *[252] * num_ours, *rest], client=client)
+    assert run[0] == cause
+    if cause == "diverged":
+        assert (run[3]["block"], run[3]["token"]) == (0, 6)
+
+
 async def test_another_client_is_told_the_block_alone(cluster):
     cluster.runs(prompt_of(1, 400))
     other = prompt_of(1, 400)
