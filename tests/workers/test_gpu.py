@@ -163,7 +163,7 @@ class TestStaging:
     @pytest.mark.parametrize(("num_parts", "least_piece"), [(1, 1), (1, 1 << 20), (16, 1), (16, 1 << 20)])
     def test_bytes_go_out_and_come_back(self, monkeypatch: pytest.MonkeyPatch, num_parts: int, least_piece: int):
         """Piece by piece, and put together on the device."""
-        monkeypatch.setattr(gpu_staging, "_LEAST_PIECE_BYTES", least_piece)
+        monkeypatch.setattr(gpu_staging, "LEAST_PIECE_BYTES", least_piece)
         blocks, memory = self._blocks(num_parts)
         before = memory.cpu()
         port = BlockMover(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
