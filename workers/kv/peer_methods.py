@@ -140,7 +140,7 @@ EXPORT_RELEASE = Method(
 )
 PREFIX_PIN = Method(52, "prefix_pin", PrefixPinRequest, ExportPinReply, _of_the_cluster("prefix_pin"))
 EXPORT_WATCH = Method(53, "export_watch", ExportWatchRequest, ExportWatchReply, _of_the_cluster("export_watch"))
-SHARED_CACHE = Method(54, "shared_cache", SharedCacheRequest, SharedCacheReply, _of_the_cluster("shared_cache"))
+SHARED_CACHE = Method(48, "shared_cache", SharedCacheRequest, SharedCacheReply, _of_the_cluster("shared_cache"))
 EXPORT_CONFIRM = Method(
-    55, "export_confirm", ExportConfirmRequest, ExportConfirmReply, _of_the_cluster("export_confirm")
+    49, "export_confirm", ExportConfirmRequest, ExportConfirmReply, _of_the_cluster("export_confirm")
 )
