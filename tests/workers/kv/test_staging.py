@@ -360,9 +360,9 @@ async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader:
     async with after.serving():
         after.export([3, 4])
         with pytest.raises(ChunkNotFound, match="compute the prompt"):
-            await asyncio.to_thread(
-                read_export, reader, structs.replace(stale, address=str(after.address)), 0, buffers(2)
-            )
+            address, _, unix_path = after.reached.partition("|")
+            there = structs.replace(stale, address=address, unix_path=unix_path)
+            await asyncio.to_thread(read_export, reader, there, 0, buffers(2))
 
 
 async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
