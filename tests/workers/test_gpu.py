@@ -211,9 +211,7 @@ class TestStaging:
         unpin()
 
     @pytest.mark.parametrize("least_piece", [1, 1 << 20])
-    def test_blocks_are_read_from_the_cache_of_another_process(
-        self, monkeypatch: pytest.MonkeyPatch, least_piece: int
-    ):
+    def test_blocks_are_read_from_the_cache_of_another_process(self, monkeypatch: pytest.MonkeyPatch, least_piece: int):
         monkeypatch.setattr(device_sharing, "LEAST_PIECE_BYTES", least_piece)
         command = [sys.executable, "-c", _SHARING_PROCESS]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -224,9 +222,7 @@ class TestStaging:
             sharing = DeviceSharing(memory, CudaIpc(GPU))
             theirs = sharing.open(shared)
             sharing.copy(theirs, [39, 0, 7], [2, 0, 6])
-            assert [row.tolist() for row in memory[:, ::65_535]] == [
-                [each, each] for each in (0, 0, 39, 0, 0, 0, 7, 0)
-            ]
+            assert [row.tolist() for row in memory[:, ::65_535]] == [[each, each] for each in (0, 0, 39, 0, 0, 0, 7, 0)]
             sharing.wipe([2])
             assert not memory[2].any()
             del theirs

@@ -83,7 +83,7 @@ def link_of(peer: KvSource | PrefixHolder) -> str:
 
 
 class PeerLinks:
-    """The links to other workers, by their names (see ``link_of``); with ``sharing``, caches of this host are opened."""
+    """The links to other workers, by their names (see ``link_of``); ``sharing`` opens the caches of this host's."""
 
     def __init__(
         self,

@@ -275,9 +275,7 @@ class PeerServer:
                 f"{own.fingerprint.hex()}: model, --dtype, --kv-dtype, block size and --tp must be equal on both sides"
             )
 
-    async def _pinned(
-        self, peer: Peer, export: Export, block_ids: Sequence[int], *, in_place: bool
-    ) -> ExportPinReply:
+    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int], *, in_place: bool) -> ExportPinReply:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if self._closed:
             raise NodeUnavailable(f"worker {self._identity.instance_id} is shutting down; compute the prompt instead")

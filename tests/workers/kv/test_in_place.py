@@ -33,9 +33,9 @@ from tests.workers.kv.test_staging import (
     Holder,
     buffers,
     noise,
+    test_a_prefix_is_read_through_few_slots,
     test_an_export_is_read_through_few_slots,
     test_an_export_of_an_earlier_run_names_nothing,
-    test_a_prefix_is_read_through_few_slots,
     test_exports_that_come_together_are_read_together,
     test_what_stands_behind_a_missing_export_is_not_kept_from_others,
 )

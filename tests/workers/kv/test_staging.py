@@ -359,9 +359,9 @@ async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader:
     after = Holder(tmp_path, 2, HostCopier())
     async with after.serving():
         after.export([3, 4])
+        address, _, unix_path = after.reached.partition("|")
+        there = structs.replace(stale, address=address, unix_path=unix_path)
         with pytest.raises(ChunkNotFound, match="compute the prompt"):
-            address, _, unix_path = after.reached.partition("|")
-            there = structs.replace(stale, address=address, unix_path=unix_path)
             await asyncio.to_thread(read_export, reader, there, 0, buffers(2))
 
 
