@@ -32,7 +32,7 @@ class SharedCache(FastMessage, frozen=True):
 
 
 class SharedCacheRequest(FastMessage, frozen=True):
-    """How to open the worker's cache, for a reader on the same host."""
+    """A request of a reader on the same host for the description of the worker's cache."""
 
 
 class SharedCacheReply(FastMessage, frozen=True):
