@@ -110,8 +110,6 @@ class WorkerServer(SessionWorker):
         )
         stack.callback(transfers.close)
         self._process.registry.register(EngineCollector(transfers))
-        reader = PeerReader(transfers, self.instance_id, loaded.fingerprint, credentials=config.credentials)
-        stack.callback(reader.close)
         store = None
         if config.store:
             if not self._secret:
@@ -135,6 +133,9 @@ class WorkerServer(SessionWorker):
             assert isinstance(runner.cache, KvMemory)
             in_place = HostBlocks(runner.cache)
             self._kv = KvPorts(in_place, in_place)
+        credentials, sharing = config.credentials, self._kv.sharing
+        reader = PeerReader(transfers, self.instance_id, loaded.fingerprint, credentials=credentials, sharing=sharing)
+        stack.callback(reader.close)
         limits = ConnectorConfig(store_policy=config.store_policy)
         connector = KvConnector(store, reader, self._metrics, self._speed, loaded.layout, self._kv.port, limits)
         stack.callback(connector.close)

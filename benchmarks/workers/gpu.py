@@ -158,6 +158,11 @@ class NoPeers:
     def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         return 0
 
+    def read_in_place(self, *_: object) -> int:
+        return 0
+
+    read_prefix_in_place = read_in_place
+
     def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         pass
 

@@ -147,6 +147,8 @@ def fast_rows() -> Iterator[Row]:
             "export",
         )
         yield of(role, operator, worker.EXPORT_WATCH, lambda w, t: worker.ExportWatchRequest(int(t)), "export")
+        yield of(role, operator, worker.SHARED_CACHE, lambda w, t: worker.SharedCacheRequest())
+        yield of(role, operator, worker.EXPORT_CONFIRM, lambda w, t: worker.ExportConfirmRequest([1]))
         yield of(role, operator, worker.PREFIX_PIN, lambda w, t: worker.PrefixPinRequest([b"x" * 16]))
 
 

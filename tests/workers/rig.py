@@ -72,6 +72,11 @@ class NoPeers:
     def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the holder is away")
 
+    def read_in_place(self, *_: object) -> None:
+        """Nothing is shared."""
+
+    read_prefix_in_place = read_in_place
+
     def release(self, peer: KvSource, bytes_read: int = 0, *, keep: bool = False) -> None:
         raise NodeUnavailable("the prefill worker is away")
 

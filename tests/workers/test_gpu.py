@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -27,6 +30,9 @@ from tanghulu.workers.compute.sampling import SamplingRow
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
+from tanghulu.workers.kv import device_sharing
+from tanghulu.workers.kv.device_sharing import CudaIpc, DeviceSharing
+from tanghulu.workers.kv.peer_methods import SharedCache
 from tanghulu.workers.kv.staging import StagedWindow
 from tanghulu.workers.ranks.processes import RankProcesses, RankTask
 from tanghulu.workers.weights import resolve_model
@@ -50,6 +56,15 @@ pytestmark = [
 ]
 
 GPU = torch.device("cuda", 0)
+#: A cache of 40 blocks, each full of its number, is shared until the end of the input.
+_SHARING_PROCESS = """
+import sys, msgspec, torch
+from tanghulu.workers.kv.device_sharing import CudaIpc
+memory = torch.arange(40, device="cuda:0")[:, None].to(torch.uint8).repeat(1, 65_536)
+torch.cuda.synchronize()
+print(msgspec.json.encode(CudaIpc(memory.device).share(memory)).decode(), flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +178,7 @@ class TestStaging:
     @pytest.mark.parametrize(("num_parts", "least_piece"), [(1, 1), (1, 1 << 20), (16, 1), (16, 1 << 20)])
     def test_bytes_go_out_and_come_back(self, monkeypatch: pytest.MonkeyPatch, num_parts: int, least_piece: int):
         """Piece by piece, and put together on the device."""
-        monkeypatch.setattr(gpu_staging, "_LEAST_PIECE_BYTES", least_piece)
+        monkeypatch.setattr(gpu_staging, "LEAST_PIECE_BYTES", least_piece)
         blocks, memory = self._blocks(num_parts)
         before = memory.cpu()
         port = BlockMover(blocks, [StagingRing(GPU, 10 * 65_536, make_copier(GPU, settled=True))])
@@ -194,6 +209,25 @@ class TestStaging:
         assert [bytes(view) for view in views] == [memory[block].cpu().numpy().tobytes() for block in (7, 3, 9)]
         del views
         unpin()
+
+    @pytest.mark.parametrize("least_piece", [1, 1 << 20])
+    def test_blocks_are_read_from_the_cache_of_another_process(self, monkeypatch: pytest.MonkeyPatch, least_piece: int):
+        monkeypatch.setattr(device_sharing, "LEAST_PIECE_BYTES", least_piece)
+        command = [sys.executable, "-c", _SHARING_PROCESS]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            shared = msgspec.json.decode(other.stdout.readline(), type=SharedCache)
+            memory = torch.zeros(8, 65_536, dtype=torch.uint8, device=GPU)
+            torch.cuda.synchronize()
+            sharing = DeviceSharing(memory, CudaIpc(GPU))
+            theirs = sharing.open(shared)
+            sharing.copy(theirs, [39, 0, 7], [2, 0, 6])
+            assert [row.tolist() for row in memory[:, ::65_535]] == [[each, each] for each in (0, 0, 39, 0, 0, 0, 7, 0)]
+            sharing.wipe([2])
+            assert not memory[2].any()
+            del theirs
+            other.communicate()
+        assert other.returncode == 0
 
     def test_a_prefix_comes_from_the_store(self, tiny: TinyModel, tiny_model: Model):
         """Written by an engine on the CPU, read by one on the GPU, and the other way round."""

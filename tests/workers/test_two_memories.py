@@ -20,11 +20,14 @@ from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.thread import StepReport
+from tanghulu.workers.kv import staging as kv_staging
+from tanghulu.workers.kv.device_sharing import DeviceSharing
 from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.loading import byte_level
 from tests.workers.peers import prefix_at
 from tests.workers.rig import PROMPT
+from tests.workers.shared_memory import LocalIpc
 from tests.workers.tiny import BLOCK, request, runner_of
 
 NUM_BLOCKS = 32
@@ -79,6 +82,23 @@ async def serving(model: Model, run_dir: Path, on_device: bool, kv_dtype: str) -
     )
     async with Watched(process, loaded) as worker:
         yield worker
+
+
+async def test_a_prefix_moves_from_one_device_to_another(
+    tiny_model: Model, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a slot of pinned memory, in place."""
+    monkeypatch.setattr(kv_staging, "make_sharing", lambda blocks: DeviceSharing(blocks.parts[0], LocalIpc()))
+    monkeypatch.setattr(kv_staging.StagedWindow, "take", None)
+    prompt = (PROMPT * 4)[: 17 * BLOCK + 3]
+    async with (
+        serving(tiny_model, folders[0], True, "float32") as first,
+        serving(tiny_model, folders[1], True, "float32") as second,
+    ):
+        text, cached = await first.text("one", prompt)
+        assert cached == 0
+        holder = prefix_at(f"{first.address}|{first.unix_path}", 17)
+        assert await second.text("two", prompt, holder=holder) == (text, 17 * BLOCK)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 #: Pieces from this size on are copied one by one; smaller ones first gathered on their device, as the start of a copy
 #: takes as long as the link needs for some 100 KB.
-_LEAST_PIECE_BYTES = 256 << 10
+LEAST_PIECE_BYTES = 256 << 10
 
 
 class DeviceBlocks:
@@ -145,7 +145,7 @@ class CudaCopier(DeviceCopier):
                 part.index_copy_(0, index, whole[:, start:end])
 
     def _one_by_one(self, blocks: DeviceBlocks) -> bool:
-        return len(blocks.devices) > 1 or blocks.parts[0].shape[1] >= _LEAST_PIECE_BYTES
+        return len(blocks.devices) > 1 or blocks.parts[0].shape[1] >= LEAST_PIECE_BYTES
 
     @contextmanager
     def _stream(self, half: int, device: torch.device) -> Iterator[None]:

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import structlog
 
 from tanghulu.errors import TanghuluError
-from tanghulu.session.outputs import KvLoad, KvSource
+from tanghulu.session.outputs import KvLoad, KvSource, PrefixHolder
 from tanghulu.session.speed import SpeedMeter
-from tanghulu.transfer_engine.gpu.mover import Move
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout
@@ -33,6 +32,9 @@ from tanghulu.workers.kv.store_policy import WorthKeeping, make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
 
 _log = structlog.get_logger(__name__)
+
+#: Fetches some wanted blocks, starting from a number, into these ids; returns the number of leading ones that arrived.
+Fill = Callable[[int, Sequence[int]], int]
 
 #: Deferred blocks written at a time: a request arriving meanwhile has the rest of the memory's bandwidth.
 _IDLE_BLOCKS = 16
@@ -235,7 +237,7 @@ class KvConnector(KvTransfers):
         num_ok = 0
         try:
             block_ids = [block for each in wanted for block in each.block_ids]
-            num_ok = self._port.fill(block_ids, lambda at, buffers: self._read_exports(parts, at, buffers))
+            num_ok = self._fill_exports(parts, block_ids)
         except TanghuluError as error:  # each is fetched once more, alone, and then counted
             _log.info("fetch.together_failed", code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - as in `_fetch`
@@ -263,9 +265,9 @@ class KvConnector(KvTransfers):
         num_ok = num_peer = 0
         loads: list[KvLoad] = []
         try:
-            for source, end, read in self._sources(wanted):
+            for source, end, fill in self._sources(wanted):
                 if num_ok < end:
-                    num_came, error = self._fill_or_fail(source, wanted, range(num_ok, end), read)
+                    num_came, error = self._fill_or_fail(source, wanted, range(num_ok, end), fill)
                     loads.append(self._loaded(wanted, source, num_ok, num_came, error))
                     num_ok += num_came
                 if source == "peer":
@@ -276,23 +278,19 @@ class KvConnector(KvTransfers):
             self._done([(wanted.request_id, num_ok, loads)])
         self._release_read(wanted, num_peer)  # the request need not wait for that
 
-    def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
-        """Yield each source in order: its name, the end of the blocks it may have, and a function that reads them.
+    def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Fill]]:
+        """Yield each source in order: its name, the end of the blocks it may have, and a function that fetches them.
 
         After a peer's export, which alone has the partial last block, the others are tried for the missing blocks.
         """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
-            yield "peer", len(wanted.block_ids), self._reading(wanted)
+            yield "peer", len(wanted.block_ids), self._filling(wanted)
         if holder is not None and (held := min(holder.num_blocks - wanted.first_block, len(hashes))) > 0:
             named = hashes[:held]
-            yield (
-                "peer_cache",
-                held,
-                lambda at, buffers: self._peers.read_prefix(holder, named[at : at + len(buffers)], buffers),
-            )
+            yield "peer_cache", held, lambda first, ids: self._fill_prefix(holder, named[first : first + len(ids)], ids)
         if store is not None and self._store_answers:
-            yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
+            yield "store", len(hashes), lambda first, ids: self._load(store, hashes[first : first + len(ids)], ids)
 
     def _pull(self, wanted: FetchWanted) -> None:
         """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""
@@ -328,35 +326,52 @@ class KvConnector(KvTransfers):
 
     def _pull_turn(self, wanted: FetchWanted, at: int, until: int) -> int:
         """Fetch the wanted blocks from number ``at`` up to ``until``, called in a fetcher's thread."""
-        num_ok = self._fill("peer", wanted, range(at, until), self._reading(wanted))
+        num_ok = self._fill("peer", wanted, range(at, until), self._filling(wanted))
         if num_ok:
             self._engine.post(lambda core: core.pulls.arrived(wanted.request_id, num_ok))
         return num_ok
 
-    def _reading(self, wanted: FetchWanted) -> Move:
-        """Return a function that reads the wanted blocks of the peer's export."""
+    def _filling(self, wanted: FetchWanted) -> Fill:
+        """Return a function that fetches the wanted blocks of the peer's export."""
         assert wanted.peer is not None
         parts = [ExportPart(wanted.peer, wanted.first_block, len(wanted.block_ids))]
-        return lambda at, buffers: self._read_exports(parts, at, buffers)
+        return lambda first, ids: self._fill_exports(cut(parts, first, len(ids)), ids)
 
-    def _read_exports(self, parts: Sequence[ExportPart], at: int, buffers: Sequence[memoryview]) -> int:
-        return self._peers.read(cut(parts, at, len(buffers)), buffers)
+    def _fill_exports(self, parts: Sequence[ExportPart], ids: Sequence[int]) -> int:
+        """Fetch from one worker's exports, in order: on the device where both workers can, else through the port."""
+        num_ok = self._peers.read_in_place(parts, ids)
+        if num_ok is None:
+            num_ok = self._port.fill(ids, lambda at, buffers: self._peers.read(cut(parts, at, len(buffers)), buffers))
+        return num_ok
 
-    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> tuple[int, str]:
+    def _fill_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], ids: Sequence[int]) -> int:
+        """Fetch from a worker's cache, as `_fill_exports` does."""
+
+        def read(at: int, buffers: Sequence[memoryview]) -> int:
+            return self._peers.read_prefix(holder, hashes[at : at + len(buffers)], buffers)
+
+        num_ok = self._peers.read_prefix_in_place(holder, hashes, ids)
+        return self._port.fill(ids, read) if num_ok is None else num_ok
+
+    def _load(self, store: StoreAdapter, hashes: Sequence[BlockHash], ids: Sequence[int]) -> int:
+        """Fetch from the store, which serves several calls at once."""
+        return self._port.fill(
+            ids, lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers), shareable=True
+        )
+
+    def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, fill: Fill) -> tuple[int, str]:
         """Do `_fill`; return its result, or 0 and the code of the error, which is counted."""
         try:
-            return self._fill(source, wanted, numbers, read), ""
+            return self._fill(source, wanted, numbers, fill), ""
         except TanghuluError as error:
             self._metrics.fetch_failures.labels(source).inc()
             _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
             return 0, error.code
 
-    def _fill(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
+    def _fill(self, source: str, wanted: FetchWanted, numbers: range, fill: Fill) -> int:
         """Fetch the wanted blocks of these ``numbers``; return the number of leading ones that arrived."""
         started_s, first = time.monotonic(), numbers.start
-        blocks = wanted.block_ids[first : numbers.stop]
-        # The store serves several calls at once; a peer's export is read in order.
-        num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers), shareable=source == "store")
+        num_ok = fill(first, wanted.block_ids[first : numbers.stop])
         if num_ok:
             seconds = time.monotonic() - started_s
             self._count_fetch(wanted, source, first, num_ok, seconds)

@@ -10,13 +10,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from tanghulu.auth.certificate_roles import WORKER
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
-from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent, TransferFailed
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.methods import PROTOCOL_VERSION, require_version
 from tanghulu.rpc.sockets import SILENT_HOST_S
@@ -27,7 +27,12 @@ from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.segment import SegmentHello, SegmentWelcome
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address
-from tanghulu.workers.kv.peer_methods import HELLO
+from tanghulu.workers.kv.peer_methods import HELLO, SHARED_CACHE, SharedCacheRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from tanghulu.workers.kv.device_sharing import DeviceSharing
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -42,11 +47,15 @@ SILENT_PAUSE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class PeerLink:
-    """An open connection and its session's mapping; ``num_readers`` threads use it, and none will once ``dropped``."""
+    """An open connection and its session's mapping; ``num_readers`` threads use it, and none will once ``dropped``.
+
+    ``cache`` is the worker's, uint8 [blocks, block_bytes], if its blocks are read in place.
+    """
 
     connection: FastConnection
     segment: RemoteSegment
     used_at_s: float
+    cache: torch.Tensor | None = None
     num_readers: int = 0
     dropped: bool = False
 
@@ -74,12 +83,18 @@ def link_of(peer: KvSource | PrefixHolder) -> str:
 
 
 class PeerLinks:
-    """The links to other workers, by their names (see ``link_of``)."""
+    """The links to other workers, by their names (see ``link_of``); ``sharing`` opens the caches of this host's."""
 
     def __init__(
-        self, engine: TransferEngine, client_id: str, clock: Clock, credentials: Credentials = NOTHING_TO_SHOW
+        self,
+        engine: TransferEngine,
+        client_id: str,
+        clock: Clock,
+        credentials: Credentials = NOTHING_TO_SHOW,
+        sharing: DeviceSharing | None = None,
     ) -> None:
         self._credentials = credentials
+        self._sharing = sharing
         self._engine = engine
         self._client_id = client_id
         self._clock = clock
@@ -201,6 +216,7 @@ class PeerLinks:
             link.connection.close()
             if link.num_readers == 0:
                 link.segment.close()
+                link.cache = None
 
     # --- opening
 
@@ -230,8 +246,27 @@ class PeerLinks:
 
     def _greet(self, connection: FastConnection, shown: Credentials) -> PeerLink:
         reply = self._hello(connection, shown, wants_shm=True)
+        cache = self._open_cache(connection)
         segment = self._engine.open_segment(reply.segment, reply.session)
-        return PeerLink(connection, segment, self._clock.now_s())
+        return PeerLink(connection, segment, self._clock.now_s(), cache)
+
+    def _open_cache(self, connection: FastConnection) -> torch.Tensor | None:
+        """Open the cache that the worker shares; None if there is none, or the driver refuses."""
+        if self._sharing is None:
+            return None
+        reply = connection.call(
+            SHARED_CACHE.number, SharedCacheRequest(), SHARED_CACHE.reply, deadline_s=HELLO_DEADLINE_S
+        )
+        shared = reply.message.cache
+        if shared is None:
+            return None
+        try:
+            cache = self._sharing.open(shared)
+        except TransferFailed as error:
+            _log.info("peer.cache_not_opened", peer=connection.peer, error=error.message, instead="its segment")
+            return None
+        _log.info("peer.cache_opened", peer=connection.peer, device=shared.device_uuid)
+        return cache
 
     def _hello(self, connection: FastConnection, shown: Credentials, *, wants_shm: bool) -> SegmentWelcome:
         hello = SegmentHello(PROTOCOL_VERSION, shown.tenant, shown.token, self._client_id, host_id(), wants_shm)

@@ -36,11 +36,15 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.exports import Export, ExportTable
 from tanghulu.workers.kv.peer_methods import (
+    EXPORT_CONFIRM,
     EXPORT_PIN,
     EXPORT_RELEASE,
     EXPORT_WATCH,
     HELLO,
     PREFIX_PIN,
+    SHARED_CACHE,
+    ExportConfirmReply,
+    ExportConfirmRequest,
     ExportedBlock,
     ExportPinReply,
     ExportPinRequest,
@@ -49,6 +53,8 @@ from tanghulu.workers.kv.peer_methods import (
     ExportWatchReply,
     ExportWatchRequest,
     PrefixPinRequest,
+    SharedCacheReply,
+    SharedCacheRequest,
 )
 from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.metrics import WorkerMetrics
@@ -107,12 +113,14 @@ class PeerServer:
 
     def serve(self, service: FastService, segment: SegmentServer) -> None:
         """Answer the fast lane's calls; peers read from ``segment``, where the window shows blocks."""
-        self._segment = segment
+        self._segment, self._segment_bytes = segment, segment.descriptor().size_bytes
         service.register(HELLO, self._hello)
         service.register(EXPORT_PIN, self._pin)
         service.register(PREFIX_PIN, self._pin_prefix)
         service.register(EXPORT_RELEASE, self._release)
         service.register(EXPORT_WATCH, self._watch)
+        service.register(SHARED_CACHE, self._shared_cache)
+        service.register(EXPORT_CONFIRM, self._confirm)
 
     async def close(self) -> None:
         """Refuse new readers, and wait until no thread copies into the segment: its memory can be unmapped then."""
@@ -155,7 +163,8 @@ class PeerServer:
     def on_freed(self, freed: Sequence[Freed]) -> None:
         """Give back exports whose last lease has ended."""
         for each in freed:
-            self._window.give_back(each.offset)
+            if each.offset < self._segment_bytes:
+                self._window.give_back(each.offset)
             self._gone(self._exports.lease_freed(each.lease_id))
 
     async def sweep(self) -> None:
@@ -199,7 +208,7 @@ class PeerServer:
         if request.first_block:
             self._drop_leases(request.export_id, peer.state)  # a reader returning for more has read the earlier blocks
         wanted = export.kv.block_ids[request.first_block :]
-        return await self._pinned(peer, export, wanted[: request.max_blocks or None])
+        return await self._pinned(peer, export, wanted[: request.max_blocks or None], in_place=request.in_place)
 
     async def _watch(self, peer: Peer, request: ExportWatchRequest, _: memoryview) -> ExportWatchReply:
         """Answer as soon as the export has more than the reader's known blocks, or is complete."""
@@ -236,11 +245,25 @@ class PeerServer:
         self.idle.clear()
         self._metrics.exports.set(len(self._exports))
         try:
-            reply = await self._pinned(peer, export, kv.block_ids)
+            reply = await self._pinned(peer, export, kv.block_ids, in_place=request.in_place)
         except BaseException:  # no reader has its name, or will; re-raised
             self.release(export.export_id)
             raise
         return structs.replace(reply, export_id=export.export_id)
+
+    def _shared_cache(self, peer: Peer, request: SharedCacheRequest, _: memoryview) -> SharedCacheReply:
+        return SharedCacheReply(self._window.shared if peer.is_unix else None)
+
+    def _confirm(self, peer: Peer, request: ExportConfirmRequest, _: memoryview) -> ExportConfirmReply:
+        """Count the leading leases that are still the reader's, so that no block of theirs was reused, and end all."""
+        leases = [self._access.lease(LeaseId(lease_id)) for lease_id in request.lease_ids]
+        own = [each if each is not None and each.session_id == peer.state else None for each in leases]
+        valid = itertools.takewhile(lambda each: each is not None and self._access.is_active(each.lease_id), own)
+        num_valid = sum(1 for _ in valid)
+        for each in own:
+            if each is not None:
+                self.on_freed(self._access.release(each.lease_id))
+        return ExportConfirmReply(num_valid)
 
     def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
         if peer.state is None:
@@ -252,14 +275,20 @@ class PeerServer:
                 f"{own.fingerprint.hex()}: model, --dtype, --kv-dtype, block size and --tp must be equal on both sides"
             )
 
-    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> ExportPinReply:
+    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int], *, in_place: bool) -> ExportPinReply:
         """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if self._closed:
             raise NodeUnavailable(f"worker {self._identity.instance_id} is shutting down; compute the prompt instead")
         if not block_ids:
             return ExportPinReply()
+        if in_place:
+            return self._pinned_in_place(peer, export, block_ids)
         offsets = self._window.take(block_ids)
-        leases = self._grant(peer.state, offsets)
+        try:
+            leases = self._grant(peer.state, offsets, shm=self._segment.maps(peer.state))
+        except TanghuluError:
+            self._window.leave(offsets)
+            raise
         self._exports.pinned(export, leases, self._clock.now_s())
         checksums = await self._shown.show(block_ids[: len(offsets)], offsets)
         size, part_bytes = self._layout.block_bytes, self._layout.layer_bytes
@@ -269,17 +298,31 @@ class PeerServer:
         ]
         return ExportPinReply(blocks)
 
-    def _grant(self, session_id: int, offsets: Sequence[int]) -> list[LeaseId]:
-        """Grant a lease on each block, as a mapped range to a reader that maps the segment now."""
-        size, maps = self._layout.block_bytes, self._segment.maps(session_id)
+    def _pinned_in_place(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> ExportPinReply:
+        """Lease all blocks where they lie, as if behind the segment: neither a slot nor a checksum is needed.
+
+        The leases end by time although the reader maps the cache: it counts no block that it did not confirm.
+        """
+        if self._window.shared is None:
+            raise InvalidRequest(f"{self._identity.instance_id} shares no cache; read its blocks from the segment")
+        size = self._layout.block_bytes
+        offsets = [self._segment_bytes + block * size for block in block_ids]
+        leases = self._grant(peer.state, offsets, shm=False)
+        self._exports.pinned(export, leases, self._clock.now_s())
+        return ExportPinReply(
+            [ExportedBlock(offset, size, lease, (), size) for offset, lease in zip(offsets, leases, strict=True)]
+        )
+
+    def _grant(self, session_id: int, offsets: Sequence[int], *, shm: bool) -> list[LeaseId]:
+        """Grant a lease on each block, with ``shm`` as a mapped range."""
+        size = self._layout.block_bytes
         granted: list[LeaseId] = []
         for offset in offsets:
             try:
-                granted.append(self._access.grant(session_id, offset, size, Opcode.READ, shm=maps))
+                granted.append(self._access.grant(session_id, offset, size, Opcode.READ, shm=shm))
             except TanghuluError:
                 for lease in granted:  # no reader has them yet
                     self._access.release(lease)
-                self._window.leave(offsets)
                 raise
         return granted
 

@@ -8,10 +8,14 @@ interfaces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tanghulu.transfer_engine.gpu.mover import Move
 from tanghulu.workers.engine.kv_layout import KvMemory
+from tanghulu.workers.kv.peer_methods import SharedCache
+
+if TYPE_CHECKING:
+    from tanghulu.workers.kv.device_sharing import DeviceSharing  # it imports torch
 
 
 def wipe(buffers: Sequence[memoryview]) -> None:
@@ -35,7 +39,12 @@ class BlockPort(Protocol):
 
 
 class ExportWindow(Protocol):
-    """Blocks as ranges of the segment that other workers read."""
+    """Blocks as ranges of the segment that other workers read.
+
+    ``shared`` describes the cache if those of this host can also read it in place.
+    """
+
+    shared: SharedCache | None
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
         """Return offsets for reading the leading ones of ``block_ids``, at least one; never blocks.
@@ -54,14 +63,20 @@ class ExportWindow(Protocol):
 
 
 class KvPorts(NamedTuple):
-    """The two ports of one cache: for this worker's own transfers, and for other workers' reads."""
+    """The two ports of one cache: for this worker's own transfers, and for other workers' reads.
+
+    With ``sharing`` blocks also come from other caches of this host without a port.
+    """
 
     port: BlockPort
     window: ExportWindow
+    sharing: DeviceSharing | None = None
 
 
 class HostBlocks:
     """Port and window of a cache in main memory, which is the segment itself: nothing is copied."""
+
+    shared: SharedCache | None = None
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory

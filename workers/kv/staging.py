@@ -29,6 +29,8 @@ from tanghulu.workers.compute.kv_cache import DeviceKvCache
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
+from tanghulu.workers.kv.device_sharing import make_sharing
+from tanghulu.workers.kv.peer_methods import SharedCache
 from tanghulu.workers.kv.ports import KvPorts
 from tanghulu.workers.ranks.processes import RankProcesses
 
@@ -83,7 +85,10 @@ class StagedWindow:
     The event loop takes and gives back, its threads show.
     """
 
-    def __init__(self, blocks: DeviceBlocks, segment: memoryview, copier: DeviceCopier) -> None:
+    def __init__(
+        self, blocks: DeviceBlocks, segment: memoryview, copier: DeviceCopier, shared: SharedCache | None = None
+    ) -> None:
+        self.shared = shared
         self._blocks = blocks
         self._copier = copier
         self._segment = segment
@@ -167,7 +172,9 @@ class DeviceStaging:
         copiers = [make_copier(*blocks.devices, settled=True) for _ in range(NUM_RINGS + self._num_helpers + 1)]
         rings = [StagingRing(self._device, self._ring_bytes, copier) for copier in copiers[1:]]
         self._mover = BlockMover(blocks, rings[:NUM_RINGS], rings[NUM_RINGS:])
-        return KvPorts(self._mover, StagedWindow(blocks, segment, copiers[0]))
+        sharing = make_sharing(blocks)
+        shared = None if sharing is None else sharing.own
+        return KvPorts(self._mover, StagedWindow(blocks, segment, copiers[0], shared), sharing)
 
     def close(self) -> None:
         """End the mover's threads and unpin; call it before the segment is closed."""

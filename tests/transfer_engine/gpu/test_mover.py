@@ -194,7 +194,7 @@ class TestCudaCopier:
 
     @pytest.mark.parametrize(("least", "num_copies"), [(1 << 18, 0), (8, 2 * 3 * 5)])
     def test_small_pieces_cross_the_link_as_one(self, monkeypatch, copier: CudaCopier, least: int, num_copies: int):
-        monkeypatch.setattr(staging, "_LEAST_PIECE_BYTES", least)
+        monkeypatch.setattr(staging, "LEAST_PIECE_BYTES", least)
         copied: list[Any] = []
         copy = copier.copy
         monkeypatch.setattr(copier, "copy", lambda half, to, source: (copied.append(to), copy(half, to, source)))

@@ -48,6 +48,7 @@ from tests.rpc.service import until
 from tests.transfer_engine.gpu.late_copier import LateCopier
 from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import PROMPT, DictStore, Rig, read_export
+from tests.workers.shared_memory import FileIpc, mapped
 from tests.workers.tiny import BLOCK, runner_of
 
 
@@ -207,21 +208,33 @@ NAME = Fingerprint(b"0123456789abcdef")
 
 
 class Holder:
-    """A worker's side of the hand-over whose blocks are on a device, with ``num_slots`` of pinned memory."""
+    """A worker's side of the hand-over whose blocks are on a device, with ``num_slots`` of pinned memory.
 
-    def __init__(self, run_dir: Path, num_slots: int, copier: HostCopier | LateCopier) -> None:
-        self.parts = noise(20, [LAYOUT.block_bytes])
+    If it ``shares`` them, readers are on its host, and may read them where they lie.
+    """
+
+    shares = False
+    lease_ms = 10_000
+    port = 0
+
+    def __init__(self, run_dir: Path, num_slots: int, copier: HostCopier | LateCopier, seed: int = 0) -> None:
+        self.parts = noise(20, [LAYOUT.block_bytes], seed)
+        shared = None
+        if self.shares:
+            memory = mapped(run_dir / f"cache-{seed}", 20, LAYOUT.block_bytes)
+            self.parts = [memory.copy_(self.parts[0])]
+            shared = FileIpc(run_dir / f"cache-{seed}").share(memory)
         self.given_back: list[str] = []
         self.gave_back = asyncio.Event()
         self._run_dir, self._size = run_dir, num_slots * LAYOUT.block_bytes
         self._segment = MemorySegment.create("kv", self._size)
-        self.window = StagedWindow(DeviceBlocks(self.parts), self._segment.view, copier)
+        self.window = StagedWindow(DeviceBlocks(self.parts), self._segment.view, copier, shared)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         clock, service = SystemClock(), FastService()
         metrics = WorkerMetrics(CollectorRegistry(), LAYOUT, 20)
-        self.access = access = AccessTable(clock, 10_000, self._size)
+        self.access = access = AccessTable(clock, self.lease_ms, self._size)
         self.service = service
         self.server = PeerServer(
             KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, engine=self
@@ -232,11 +245,12 @@ class Holder:
             self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
         )
         fast_port = FastPort(service, self._run_dir, "worker")
-        self.address = await fast_port.bind("127.0.0.1", 0)
+        self.address = await fast_port.bind("127.0.0.1", self.port)
         await offered.start()
         self.server.serve(service, offered)
         await fast_port.open()
         self.instance = f"{self.address}|{fast_port.unix_path}"
+        self.reached = self.instance if self.shares else f"{self.address}|"
         try:
             yield
         finally:
@@ -269,7 +283,7 @@ class Holder:
         name = RequestId("one")
         kv = KvExport(name, name, tuple(blocks), len(blocks) * LAYOUT.block_tokens)
         source = self.server.add_exports([kv])[name]
-        return export_at(f"{self.address}|", source.export_id, kv.num_tokens)
+        return export_at(self.reached, source.export_id, kv.num_tokens)
 
 
 @pytest.fixture
@@ -345,10 +359,10 @@ async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader:
     after = Holder(tmp_path, 2, HostCopier())
     async with after.serving():
         after.export([3, 4])
+        address, _, unix_path = after.reached.partition("|")
+        there = structs.replace(stale, address=address, unix_path=unix_path)
         with pytest.raises(ChunkNotFound, match="compute the prompt"):
-            await asyncio.to_thread(
-                read_export, reader, structs.replace(stale, address=str(after.address)), 0, buffers(2)
-            )
+            await asyncio.to_thread(read_export, reader, there, 0, buffers(2))
 
 
 async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
@@ -356,7 +370,7 @@ async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerRe
     async with holder.serving():
         hashes = [BlockHash(bytes([number] * 16)) for number in (5, 9, 2, 11, 30)]
         got = buffers(5)
-        held = prefix_at(f"{holder.address}|", 5)
+        held = prefix_at(holder.reached, 5)
         assert await asyncio.to_thread(reader.read_prefix, held, hashes, got) == 4
         assert [bytes(each) for each in got[:4]] == [bytes_of(holder.parts, block) for block in (5, 9, 2, 11)]
         assert holder.window.slots.num_free == 2
