@@ -19,7 +19,7 @@ from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.admission import forecast
 from tanghulu.conductor.dispatch.deadlines import Deadlines
-from tanghulu.conductor.dispatch.entry import Entry, Limits, PromptExplainer
+from tanghulu.conductor.dispatch.entry import RequestEntry, Limits, PromptExplainer
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
     DeliverScores,
@@ -93,9 +93,9 @@ class Dispatcher:
         self._metrics = metrics
         self._limits = limits
         self.clock = clock
-        self._entries: dict[RequestId, Entry] = {}
-        self._queue: WaitingQueue[Entry] = WaitingQueue(limits.order)
-        self._submissions: dict[str, Entry] = {}
+        self._entries: dict[RequestId, RequestEntry] = {}
+        self._queue: WaitingQueue[RequestEntry] = WaitingQueue(limits.order)
+        self._submissions: dict[str, RequestEntry] = {}
 
     # --- called by the HTTP layer
 
@@ -131,7 +131,9 @@ class Dispatcher:
         served = model.card.model
         story = self.stories.begin(request.id, name, served, len(request.prompt), now_s, request.origin)
         counts = RequestCounts(self._metrics, flight, served, now_s)
-        entry = Entry(flight, model, TokenStream(arrivals, story), story, counts, now_s, Deadlines(timeouts, now_s))
+        entry = RequestEntry(
+            flight, model, TokenStream(arrivals, story), story, counts, now_s, Deadlines(timeouts, now_s)
+        )
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
             self._perform(entry, entry.flight.refuse(error))
@@ -260,7 +262,7 @@ class Dispatcher:
 
     # --- the queue
 
-    def _enqueue(self, entry: Entry, front: bool) -> None:
+    def _enqueue(self, entry: RequestEntry, front: bool) -> None:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
         client = None if front else request.client
@@ -269,20 +271,20 @@ class Dispatcher:
         wait_s = max(0.0, self._limits.queue_timeout_s - waited_s)
         entry.deadline = asyncio.get_running_loop().call_later(wait_s, self._expire, entry)
 
-    def _leave_queue(self, entry: Entry) -> None:
+    def _leave_queue(self, entry: RequestEntry) -> None:
         self._queue.discard(entry.flight.request.id)
         if entry.deadline is not None:
             entry.deadline.cancel()
             entry.deadline = None
 
-    def _expire(self, entry: Entry) -> None:
+    def _expire(self, entry: RequestEntry) -> None:
         model, waited_s = entry.model, self._limits.queue_timeout_s
         error: TanghuluError = Overloaded(f"no place became free within {waited_s:g} s; try again later")
         if not self.registry.usable(model):
             error = NodeUnavailable(f"no worker that serves {model.card.model} was there for {waited_s:g} s; start one")
         self._perform(entry, entry.flight.fail(error))
 
-    def _watch(self, entry: Entry) -> None:
+    def _watch(self, entry: RequestEntry) -> None:
         """Check the request again at its next deadline. Further tokens move deadlines, but not the timer."""
         if entry.alarm is not None:
             entry.alarm.cancel()
@@ -292,7 +294,7 @@ class Dispatcher:
             wait_s = due_s - self.clock.now_s()
             entry.alarm = asyncio.get_running_loop().call_later(wait_s, self._look_at_deadlines, entry)
 
-    def _look_at_deadlines(self, entry: Entry) -> None:
+    def _look_at_deadlines(self, entry: RequestEntry) -> None:
         entry.alarm = None
         if missed := entry.deadlines.missed(self.clock.now_s()):
             self._perform(entry, entry.flight.fail(DeadlineExceeded(missed)))
@@ -312,7 +314,7 @@ class Dispatcher:
                 with self._alone(entry):
                     self._dispatch(entry)
 
-    def _dispatch(self, entry: Entry) -> None:
+    def _dispatch(self, entry: RequestEntry) -> None:
         flight = entry.flight
         if not self.registry.serves(entry.model):
             name = entry.model.card.model
@@ -343,7 +345,7 @@ class Dispatcher:
             entry.reserved = decode
         self._perform(entry, flight.submit(prefill, decode))
 
-    def _objection(self, entry: Entry, route: RoutedRequest) -> str:
+    def _objection(self, entry: RequestEntry, route: RoutedRequest) -> str:
         """Return the reason to refuse a request that has not started yet, or "" if it may be sent."""
         assert route.decision is not None
         if not self._limits.admission:
@@ -354,7 +356,7 @@ class Dispatcher:
     # --- carrying out instructions
 
     @contextlib.contextmanager
-    def _alone(self, entry: Entry) -> Iterator[None]:
+    def _alone(self, entry: RequestEntry) -> Iterator[None]:
         """Fail only this request if the block raises: the caller acts for another client, or for a worker."""
         try:
             yield
@@ -366,7 +368,7 @@ class Dispatcher:
             if flight.request.id in self._entries:
                 self._perform(entry, [End(None, error)] if flight.ended else flight.fail(error))
 
-    def _perform(self, entry: Entry, instructions: Sequence[Instruction]) -> None:
+    def _perform(self, entry: RequestEntry, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case DeliverTokens():
@@ -386,7 +388,7 @@ class Dispatcher:
                 case End():
                     self._end(entry, instruction)
 
-    def _tell(self, entry: Entry, what: AbortAt | Release | PullTo) -> None:
+    def _tell(self, entry: RequestEntry, what: AbortAt | Release | PullTo) -> None:
         match what:
             case AbortAt(worker, wire_id):
                 self._abort_at(worker, wire_id)
@@ -395,7 +397,7 @@ class Dispatcher:
             case PullTo():
                 self._pull_to(entry, what)
 
-    def _submit_to(self, entry: Entry, to: SubmitTo) -> None:
+    def _submit_to(self, entry: RequestEntry, to: SubmitTo) -> None:
         flight, worker = entry.flight, self.registry.workers[to.worker]
         assert worker.session is not None, "a policy only sees connected workers"
         self._untrack(entry)
@@ -418,19 +420,19 @@ class Dispatcher:
                 self._abort_at(to.worker, to.ahead)
             self._lose(entry, error, Loss.REFUSED)
 
-    def _pick_pull(self, entry: Entry, source: KvSource) -> None:
+    def _pick_pull(self, entry: RequestEntry, source: KvSource) -> None:
         """Start the pull at the worker reserved for the request, which continues there if the worker is still up."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None and worker.usable:
             self._perform(entry, entry.flight.pull_at(worker.id, source))
 
-    def _pull_to(self, entry: Entry, to: PullTo) -> None:
+    def _pull_to(self, entry: RequestEntry, to: PullTo) -> None:
         flight, session = entry.flight, self.registry.workers[to.worker].session
         assert session is not None, "it was usable a moment ago"
         with contextlib.suppress(Overloaded):  # the KV is fetched at hand-over
             session.pull(to.name, flight.all_tokens(), flight.request.salt, to.source)
 
-    def _pick_decode(self, entry: Entry) -> None:
+    def _pick_decode(self, entry: RequestEntry) -> None:
         self._metrics.hand_overs.inc()
         entry.story.handed_over(self.clock.now_s())
         reserved = entry.reserved
@@ -456,11 +458,11 @@ class Dispatcher:
             with contextlib.suppress(Overloaded):  # the worker drops an export by itself, after a while
                 worker.session.release(export_id)
 
-    def _lose(self, entry: Entry, error: TanghuluError, loss: Loss) -> None:
+    def _lose(self, entry: RequestEntry, error: TanghuluError, loss: Loss) -> None:
         """Continue without the request's current worker."""
         self._perform(entry, entry.flight.on_worker_lost(error, loss))
 
-    def _requeue(self, entry: Entry, why: Requeue) -> None:
+    def _requeue(self, entry: RequestEntry, why: Requeue) -> None:
         flight, now_s, reason = entry.flight, self.clock.now_s(), why.reason
         _log.info(
             "request.redispatched",
@@ -479,7 +481,7 @@ class Dispatcher:
             entry.refused_s, entry.num_refusals, entry.not_before_s = None, 0, 0.0
         self._enqueue(entry, front=True)
 
-    def _postpone(self, entry: Entry, now_s: float) -> None:
+    def _postpone(self, entry: RequestEntry, now_s: float) -> None:
         """Delay a refused request before it is sent again, unless another worker is left to try."""
         if entry.refused_s is None:
             entry.refused_s = now_s
@@ -488,7 +490,7 @@ class Dispatcher:
             entry.not_before_s = now_s + _REFUSED_PAUSE_S
             asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
 
-    def _end(self, entry: Entry, end: End) -> None:
+    def _end(self, entry: RequestEntry, end: End) -> None:
         flight, story, now_s = entry.flight, entry.story, self.clock.now_s()
         self._leave_queue(entry)
         if entry.alarm is not None:
@@ -513,20 +515,20 @@ class Dispatcher:
         entry.stream.cached_tokens = flight.cached_tokens or 0
         entry.stream.end(end)
 
-    def _withdraw(self, entry: Entry) -> None:
+    def _withdraw(self, entry: RequestEntry) -> None:
         """Release the decode slot reserved for the request: another worker is chosen, or none is needed."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
             worker.load.release_decode(entry.flight.request.id)
         entry.reserved = None
 
-    def _untrack(self, entry: Entry) -> None:
+    def _untrack(self, entry: RequestEntry) -> None:
         self._submissions.pop(entry.wire_id, None)
         self.router.ended(entry.wire_id)
         self.own.freed(entry.wire_id)
         entry.wire_id = ""
 
-    def _observe(self, entry: Entry, output: Output, now_s: float) -> None:
+    def _observe(self, entry: RequestEntry, output: Output, now_s: float) -> None:
         entry.story.report(now_s, output.phases)
         if not output.tokens:
             return

@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class RequestEntry:
     """A request in progress, with the data that only the dispatcher needs."""
 
     flight: Flight
