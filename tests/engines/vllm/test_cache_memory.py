@@ -379,7 +379,7 @@ def test_a_shutdown_with_transfers_under_way(store: WholeBlocks, rank: Rank):
         assert go_on.wait(30)
 
     for number in range(3):
-        rank.transfers.save(SaveJob(number, named(3, 4)), computing)
+        rank.transfers.save(SaveJob(number, (Block(b"\x08", 3), Block(b"\x09", 4))), computing)
     rank.begun.clear()
     rank.gate.clear()
     rank.transfers.load(LoadJob("r", named(5, 6)), rank.memory.mark())

@@ -55,7 +55,7 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def save(self, store: BlockStore, blocks: Sequence[Block], wait: Wait) -> None:
-        """Write blocks, which have their contents when ``wait`` returns, to the store; nothing reads them afterwards."""
+        """Write blocks that have their contents when ``wait`` returns to the store; nothing reads them afterwards."""
 
     @abstractmethod
     def close(self) -> None:
@@ -72,9 +72,7 @@ class HostMemory(BlockMemory):
     ``buffers(block_id)`` is a block's memory, one buffer per layer.
     """
 
-    def __init__(
-        self, keys: Callable[[Sequence[bytes]], list[ChunkKey]], buffers: Callable[[int], list[Any]]
-    ) -> None:
+    def __init__(self, keys: Callable[[Sequence[bytes]], list[ChunkKey]], buffers: Callable[[int], list[Any]]) -> None:
         super().__init__(keys)
         self._buffers = buffers
 

@@ -66,7 +66,7 @@ def parts_of_blocks(name: str, cache: torch.Tensor, num_blocks: int) -> list[tor
 
 def record_event(device: torch.device) -> Wait:
     """Record an event behind all that is queued on the current stream of ``device``; return the wait for it."""
-    event = torch.cuda.Event(blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
 
     def wait() -> None:
