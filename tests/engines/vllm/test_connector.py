@@ -50,6 +50,29 @@ def test_another_process_loads_the_prefix_and_says_the_same(vllm: Vllm, store: C
     assert [each["answered"] for each in broken] == [each["answered"] for each in cold[1:]]
 
 
+def test_a_gpus_way_and_a_cpus_share_blocks(vllm: Vllm, store: Cluster) -> None:
+    """What is saved through rings is loaded into main memory, and the other way round, under vLLM's own calls."""
+    prompts = prompts_of_2000_tokens()[2:]
+    plain = {"model": str(MODEL), "dtype": "float32", "connector": {"master": store.address}}
+    transfer = {
+        "kv_connector": "RingedConnector",
+        "kv_connector_module_path": "tests.engines.vllm.ringed_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": plain["connector"],
+    }
+    ringed = {key: value for key, value in plain.items() if key != "connector"} | {"transfer": transfer}
+    engine = HERE / "engine_process.py"
+    first, end = vllm.run(engine, ringed | {"prompts": prompts[:1]})
+    assert (first["cached"], end) == (0, {"unpinned": True}), "blocks stay pinned after their saves"
+    *loaded, end = vllm.run(engine, plain | {"prompts": prompts})
+    assert ([each["cached"] >= 1920 for each in loaded], end) == ([True, False], {"unpinned": True})
+    *again, end = vllm.run(engine, ringed | {"prompts": prompts})
+    assert ([each["cached"] >= 1920 for each in again], end) == ([True, True], {"unpinned": True})
+    assert [each["answered"] for each in again] == [each["answered"] for each in loaded]
+    assert loaded[0]["answered"] == first["answered"]
+
+
 def names_of(prompt: list[int]) -> list[BlockHash]:
     """Our names of the prompt's blocks, by which a conductor would look for them."""
     root = root_hash(Fingerprint(b""), b"", VLLM_SHA256_CBOR)
