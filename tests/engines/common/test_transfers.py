@@ -11,7 +11,7 @@ import pytest
 
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import Block, LoadJob, SaveJob
-from tanghulu.engines.common.transfers import ANSWER_S, BlockMemory, Ended, PrefixLookup, Transfers
+from tanghulu.engines.common.transfers import ANSWER_S, Ended, HostMemory, PrefixLookup, Transfers
 from tanghulu.errors import (
     ChunkNotFound,
     ConfigError,
@@ -75,8 +75,9 @@ class Rank:
     def __init__(self, store: MemoryStore) -> None:
         self.layers = [bytearray(NUM_BLOCKS * LAYER_BYTES) for _ in range(LAYERS)]
         self.clock = ManualClock()
-        memory = BlockMemory(lambda hashes: [each.hex() for each in hashes], self.buffers)
+        memory = HostMemory(lambda hashes: [each.hex() for each in hashes], self.buffers)
         self.transfers = Transfers(BlockStore(store, clock=self.clock), memory, OPTIONS, self.clock)
+        self.computed = memory.mark()
 
     def buffers(self, block_id: int) -> list[memoryview]:
         at = slice(block_id * LAYER_BYTES, (block_id + 1) * LAYER_BYTES)
@@ -112,13 +113,13 @@ def blocks(*ids: int) -> tuple[Block, ...]:
 def save_three(rank: Rank) -> None:
     for at, layer in enumerate(rank.layers):
         layer[:] = bytes(range(at * 50, at * 50 + len(layer)))
-    rank.transfers.save(SaveJob(0, blocks(1, 2, 3)))
+    rank.transfers.save(SaveJob(0, blocks(1, 2, 3)), rank.computed)
     assert rank.wait(num_saves=1).saved == {0: 1}
 
 
 def test_what_was_saved_is_loaded_into_other_blocks(store, rank):
     save_three(rank)
-    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
+    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)), rank.computed)
     ended = rank.wait(num_loads=1)
     assert (ended.loaded, ended.bad_block_ids) == ({"r"}, set())
     for layer in rank.layers:
@@ -129,7 +130,7 @@ def test_what_was_saved_is_loaded_into_other_blocks(store, rank):
 def test_blocks_behind_a_lost_one_are_lost(store, rank, lost):
     save_three(rank)
     del store.chunks[bytes([lost]).hex()]
-    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
+    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)), rank.computed)
     ended = rank.wait(num_loads=1)
     assert (ended.loaded, ended.bad_block_ids) == ({"r"}, set(range(5 + lost, 8)))
 
@@ -137,28 +138,28 @@ def test_blocks_behind_a_lost_one_are_lost(store, rank, lost):
 def test_a_block_of_another_size_is_lost(store, rank):
     save_three(rank)
     store.chunks[bytes([1]).hex()] = b"short"
-    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
+    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)), rank.computed)
     assert rank.wait(num_loads=1).bad_block_ids == {6, 7}
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), RuntimeError("a bug")])
 def test_every_transfer_ends_whatever_happens(store, rank, error):
     store.error = error
-    rank.transfers.load(LoadJob("r", blocks(5, 6)))
-    rank.transfers.save(SaveJob(3, blocks(1, 2)))
+    rank.transfers.load(LoadJob("r", blocks(5, 6)), rank.computed)
+    rank.transfers.save(SaveJob(3, blocks(1, 2)), rank.computed)
     ended = rank.wait(num_loads=1, num_saves=1)
     assert (ended.loaded, ended.bad_block_ids, ended.saved) == ({"r"}, {5, 6}, {3: 1})
     rank.transfers.close()
-    rank.transfers.load(LoadJob("s", blocks(5)))
+    rank.transfers.load(LoadJob("s", blocks(5)), rank.computed)
     assert rank.wait(num_loads=1).bad_block_ids == {5}
 
 
 def test_an_engine_without_work_waits_for_the_first_end(store, rank):
     for_ever_s = threading.TIMEOUT_MAX
     assert rank.transfers.take_ended(for_ever_s) == Ended(), "nothing is under way"
-    rank.transfers.save(SaveJob(0, blocks(1, 2, 3)))
+    rank.transfers.save(SaveJob(0, blocks(1, 2, 3)), rank.computed)
     assert rank.transfers.take_ended(for_ever_s).saved == {0: 1}
-    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)))
+    rank.transfers.load(LoadJob("r", blocks(5, 6, 7)), rank.computed)
     assert rank.transfers.take_ended(for_ever_s).loaded == {"r"}
     assert rank.transfers.take_ended(for_ever_s) == Ended(), "each was told"
 
@@ -173,7 +174,7 @@ def test_what_had_not_begun_when_it_closes_ends_too(store, rank):
 
     store.put_many = slow
     for number in range(3):
-        rank.transfers.save(SaveJob(number, blocks(1)))
+        rank.transfers.save(SaveJob(number, blocks(1)), rank.computed)
     assert begun.wait(30)
     rank.transfers.close()
     may_end.set()
@@ -183,14 +184,14 @@ def test_what_had_not_begun_when_it_closes_ends_too(store, rank):
 def test_a_store_that_was_late_is_left_alone_for_a_moment(store, rank):
     save_three(rank)
     store.error = DeadlineExceeded("late")
-    rank.transfers.load(LoadJob("r", blocks(5)))
+    rank.transfers.load(LoadJob("r", blocks(5)), rank.computed)
     rank.wait(num_loads=1)
     store.error, num_calls = None, store.num_calls
-    rank.transfers.load(LoadJob("r", blocks(5)))
+    rank.transfers.load(LoadJob("r", blocks(5)), rank.computed)
     assert rank.wait(num_loads=1).bad_block_ids == {5}
     assert store.num_calls == num_calls
     rank.clock.advance(1.0)
-    rank.transfers.load(LoadJob("r", blocks(5)))
+    rank.transfers.load(LoadJob("r", blocks(5)), rank.computed)
     assert rank.wait(num_loads=1).bad_block_ids == set()
 
 

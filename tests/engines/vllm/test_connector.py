@@ -50,6 +50,27 @@ def test_another_process_loads_the_prefix_and_says_the_same(vllm: Vllm, store: C
     assert [each["answered"] for each in broken] == [each["answered"] for each in cold[1:]]
 
 
+def test_a_gpus_way_and_a_cpus_share_blocks(vllm: Vllm, store: Cluster) -> None:
+    """What is saved through rings is loaded through them and into main memory, under vLLM's own calls."""
+    prompt = prompts_of_2000_tokens()[2][:500]
+    plain = {"model": str(MODEL), "dtype": "float32", "connector": {"master": store.address}, "prompts": [prompt]}
+    transfer = {
+        "kv_connector": "RingedConnector",
+        "kv_connector_module_path": "tests.engines.vllm.ringed_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": plain["connector"],
+    }
+    engine = HERE / "engine_process.py"
+    with vllm.running(engine, {key: plain[key] for key in plain if key != "connector"} | {"transfer": transfer}) as one:
+        first, end = one.hear(), one.hear()
+        assert (first["cached"], end) == (0, {"unpinned": True}), "blocks stay pinned after their saves"
+        (again,) = one.ask(prompts=[prompt])["answers"]
+    (loaded, _) = vllm.run(engine, plain)
+    assert [first["answered"]] * 2 == [again["answered"], loaded["answered"]]
+    assert [again["cached"], loaded["cached"]] == [448, 448]
+
+
 def names_of(prompt: list[int]) -> list[BlockHash]:
     """Our names of the prompt's blocks, by which a conductor would look for them."""
     root = root_hash(Fingerprint(b""), b"", VLLM_SHA256_CBOR)

@@ -15,7 +15,7 @@ from tanghulu.errors import ConfigError
 def config(**changes: Any) -> tuple[Any, Any]:
     """vLLM's two configurations, with ``changes`` by attribute name, wherever it stands."""
     hf = {"rope_theta": 1e4, "_name_or_path": changes.pop("path", "/one"), **changes.pop("hf", {})}
-    spec = SimpleNamespace(block_size=64, page_size_bytes=4096)
+    spec = SimpleNamespace(block_size=64, page_size_bytes=4096, kv_quant_mode=0)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["0", "1"])
     parts = {
         "kv_transfer_config": SimpleNamespace(kv_load_failure_policy="recompute"),
@@ -38,8 +38,9 @@ def config(**changes: Any) -> tuple[Any, Any]:
     return SimpleNamespace(**parts), cache
 
 
-def test_what_works_is_let_in():
-    refuse_what_cannot_work(*config())
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_what_works_is_let_in(device_type):
+    refuse_what_cannot_work(*config(device_type=device_type))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_what_works_is_let_in():
         ({"prefix_caching_hash_algo": "xxhash_cbor"}, "sha256_cbor"),
         ({"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
         ({"kv_cache_groups": [1, 2]}, "2 KV cache groups"),
-        ({"device_type": "cuda"}, "on CPUs, not on 'cuda'"),
+        ({"device_type": "xpu"}, "on CPUs and CUDA GPUs, not on 'xpu'"),
         ({"pipeline_parallel_size": 2}, "supports only 1"),
     ],
 )
@@ -69,6 +70,8 @@ def test_what_cannot_work_is_refused_with_what_to_change(changes, message, monke
         {"page_size_bytes": 8192},
         {"layer_names": ["0"]},
         {"kv_cache_layout": "HND"},
+        {"device_type": "cuda"},
+        {"kv_quant_mode": 5},
         {"tensor_parallel_size": 2},
         {"prefix_caching_hash_algo": "sha256"},
         {"revision": "v2"},

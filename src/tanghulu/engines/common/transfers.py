@@ -2,11 +2,15 @@
 
 Nothing here raises into the engine, and every started load and save ends: successfully, at its deadline, or without
 any bytes.
+
+An engine on a GPU queues its computation and goes on, so a block may be unwritten, or still in use, when its transfer
+starts. Each transfer therefore comes with a `Wait` for the computation queued before it (`BlockMemory.mark`).
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,24 +19,82 @@ from typing import Any, NamedTuple
 from tanghulu.engines.common.cache_tasks import Tasks
 from tanghulu.engines.common.options import ConnectorOptions
 from tanghulu.engines.common.requests import Block, LoadJob, SaveJob
+from tanghulu.errors import TanghuluError
 from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
 
 #: Seconds for which an answer is reused: chunks come and go meanwhile, and a load detects that.
 ANSWER_S = 1.0
+NUM_SAVE_THREADS = 1
 
 
-@dataclass(frozen=True)
-class BlockMemory:
-    """One rank's part of the engine's cache: ``keys(hashes)``, and a block's memory, one buffer per layer."""
+#: Waits until computation that was queued earlier has ended. Called in a thread of the transfers, or in several.
+Wait = Callable[[], None]
 
-    keys: Callable[[Sequence[bytes]], list[ChunkKey]]
-    buffers: Callable[[int], list[Any]]
 
-    def of(self, blocks: Sequence[Block]) -> tuple[list[ChunkKey], list[list[Any]]]:
-        """Return the keys of ``blocks``, and their memory."""
-        return self.keys([each.block_hash for each in blocks]), [self.buffers(each.block_id) for each in blocks]
+class BlockMemory(ABC):
+    """One rank's part of the engine's cache; ``keys(hashes)`` are the names of blocks in the store.
+
+    `mark` is called by the engine's thread, `load` and `save` by those of the transfers.
+    """
+
+    def __init__(self, keys: Callable[[Sequence[bytes]], list[ChunkKey]]) -> None:
+        self._keys = keys
+
+    @abstractmethod
+    def mark(self) -> Wait:
+        """Return the wait for all computation that the engine has queued by now."""
+
+    @abstractmethod
+    def load(self, store: BlockStore, blocks: Sequence[Block], until_s: float, wait: Wait) -> int:
+        """Fill blocks that computation may use until ``wait`` returns.
+
+        Returns the number of leading ones that have their bytes; nothing writes to the blocks any more.
+        """
+
+    @abstractmethod
+    def save(self, store: BlockStore, blocks: Sequence[Block], wait: Wait) -> None:
+        """Write blocks that have their contents when ``wait`` returns to the store; nothing reads them afterwards."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads of its own, once their calls of the store have ended."""
+
+    def keys_of(self, blocks: Sequence[Block]) -> list[ChunkKey]:
+        """Return the key of each block."""
+        return self._keys([each.block_hash for each in blocks])
+
+
+class HostMemory(BlockMemory):
+    """Blocks in main memory, computed by the thread that starts their transfers: the store reads and fills them there.
+
+    ``buffers(block_id)`` is a block's memory, one buffer per layer.
+    """
+
+    def __init__(self, keys: Callable[[Sequence[bytes]], list[ChunkKey]], buffers: Callable[[int], list[Any]]) -> None:
+        super().__init__(keys)
+        self._buffers = buffers
+
+    def mark(self) -> Wait:
+        return lambda: None
+
+    def load(self, store: BlockStore, blocks: Sequence[Block], until_s: float, wait: Wait) -> int:
+        return num_leading(store.load(self.keys_of(blocks), self._of(blocks), until_s))
+
+    def save(self, store: BlockStore, blocks: Sequence[Block], wait: Wait) -> None:
+        store.save(self.keys_of(blocks), self._of(blocks))
+
+    def close(self) -> None:
+        pass
+
+    def _of(self, blocks: Sequence[Block]) -> list[list[Any]]:
+        return [self._buffers(each.block_id) for each in blocks]
+
+
+def num_leading(errors: Sequence[TanghuluError | None]) -> int:
+    """Return the number of blocks before the first with an error."""
+    return next((at for at, error in enumerate(errors) if error is not None), len(errors))
 
 
 @dataclass
@@ -89,20 +151,23 @@ class Transfers:
         self._some_ended = threading.Event()
         # Requests wait for loads: saves, however many, have their own thread.
         self._loads: Tasks[tuple[LoadJob, int, float]] = Tasks("load", options.threads, self._some_ended.set)
-        self._saves: Tasks[tuple[SaveJob, float]] = Tasks("save", 1, self._some_ended.set)
+        self._saves: Tasks[tuple[SaveJob, float]] = Tasks("save", NUM_SAVE_THREADS, self._some_ended.set)
         self._num_under_way = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def load(self, job: LoadJob) -> None:
-        """Start a load; `take_ended` reports its end."""
+    def load(self, job: LoadJob, wait: Wait) -> None:
+        """Start a load into blocks that computation may use until ``wait`` returns; `take_ended` reports its end."""
         until_s = self._clock.now_s() + self._options.load_deadline_s
         self._num_under_way += 1
-        self._loads.begin(lambda: self._load(job, until_s), (job, 0, 0.0))
+        self._loads.begin(lambda: self._load(job, until_s, wait), (job, 0, 0.0))
 
-    def save(self, job: SaveJob) -> None:
-        """Start a save; `take_ended` reports its end. The blocks must keep their contents until then."""
+    def save(self, job: SaveJob, wait: Wait) -> None:
+        """Start a save of blocks that have their contents when ``wait`` returns; `take_ended` reports its end.
+
+        The blocks must keep their contents until then.
+        """
         self._num_under_way += 1
-        self._saves.begin(lambda: self._save(job), (job, 0.0))
+        self._saves.begin(lambda: self._save(job, wait), (job, 0.0))
 
     def take_ended(self, wait_s: float = 0.0) -> Ended:
         """Return what ended since the last call; if nothing has, wait at most ``wait_s`` for the first end."""
@@ -126,14 +191,13 @@ class Transfers:
         self._loads.close(wait=False)
         self._saves.close(wait=False)
 
-    def _load(self, job: LoadJob, until_s: float) -> tuple[LoadJob, int, float]:
+    def _load(self, job: LoadJob, until_s: float, wait: Wait) -> tuple[LoadJob, int, float]:
         """Fill the blocks; returns the number of leading ones that have their bytes, and the seconds taken."""
-        began_s, (keys, buffers) = self._clock.now_s(), self._memory.of(job.blocks)
-        errors = self._store.load(keys, buffers, until_s)
-        num_good = next((at for at, error in enumerate(errors) if error is not None), len(errors))
+        began_s = self._clock.now_s()
+        num_good = self._memory.load(self._store, job.blocks, until_s, wait)
         return job, num_good, self._clock.now_s() - began_s
 
-    def _save(self, job: SaveJob) -> tuple[SaveJob, float]:
-        began_s, (keys, buffers) = self._clock.now_s(), self._memory.of(job.blocks)
-        self._store.save(keys, buffers)
+    def _save(self, job: SaveJob, wait: Wait) -> tuple[SaveJob, float]:
+        began_s = self._clock.now_s()
+        self._memory.save(self._store, job.blocks, wait)
         return job, self._clock.now_s() - began_s

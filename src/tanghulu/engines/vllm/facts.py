@@ -40,9 +40,9 @@ def refuse_what_cannot_work(vllm_config: Any, kv_cache_config: Any) -> None:
             f"the model has {num_groups} KV cache groups, and this connector supports one; try "
             "--disable-hybrid-kv-cache-manager"
         )
-    if vllm_config.device_config.device_type != "cpu":
+    if vllm_config.device_config.device_type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"this connector runs on CPUs, not on {vllm_config.device_config.device_type!r}; on GPUs use "
+            f"this connector runs on CPUs and CUDA GPUs, not on {vllm_config.device_config.device_type!r}; use "
             "OffloadingConnector with TanghuluTier (docs/engines/vllm.md)"
         )
     if parallel.pipeline_parallel_size > 1:
@@ -63,7 +63,8 @@ def fingerprint_of(vllm_config: Any, kv_cache_config: Any, namespace: str) -> Fi
             "dtype": str(model.dtype),
             "cache_dtype": cache.cache_dtype,
             "quantization": model.quantization,
-            "block_tokens": group.kv_cache_spec.block_size,
+            # With the type, and the order of a head's bytes where an attention backend has its own.
+            "blocks": repr(group.kv_cache_spec),
             "page_bytes": group.kv_cache_spec.page_size_bytes,
             "layers": list(group.layer_names),
             "layout": kv_cache_config.kv_cache_layout,
