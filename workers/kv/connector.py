@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 
 import structlog
 
@@ -262,11 +263,12 @@ class KvConnector(KvTransfers):
     def _fetch(self, wanted: FetchWanted) -> None:
         num_ok = num_peer = 0
         loads: list[KvLoad] = []
+        from_ssd: set[BlockHash] = set()
         try:
-            for source, end, read in self._sources(wanted):
+            for source, end, read in self._sources(wanted, from_ssd):
                 if num_ok < end:
                     num_came, error = self._fill_or_fail(source, wanted, range(num_ok, end), read)
-                    loads.append(self._loaded(wanted, source, num_ok, num_came, error))
+                    loads += self._loads(wanted, source, range(num_ok, num_ok + num_came), error, from_ssd)
                     num_ok += num_came
                 if source == "peer":
                     num_peer = num_ok
@@ -276,10 +278,11 @@ class KvConnector(KvTransfers):
             self._done([(wanted.request_id, num_ok, loads)])
         self._release_read(wanted, num_peer)  # the request need not wait for that
 
-    def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
+    def _sources(self, wanted: FetchWanted, from_ssd: set[BlockHash]) -> Iterator[tuple[str, int, Move]]:
         """Yield each source in order: its name, the end of the blocks it may have, and a function that reads them.
 
         After a peer's export, which alone has the partial last block, the others are tried for the missing blocks.
+        ``from_ssd`` receives those that the store reads from an SSD.
         """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
@@ -292,7 +295,7 @@ class KvConnector(KvTransfers):
                 lambda at, buffers: self._peers.read_prefix(holder, named[at : at + len(buffers)], buffers),
             )
         if store is not None and self._store_answers:
-            yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
+            yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers, from_ssd)
 
     def _pull(self, wanted: FetchWanted) -> None:
         """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""
@@ -381,13 +384,24 @@ class KvConnector(KvTransfers):
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
 
+    def _loads(
+        self, wanted: FetchWanted, source: str, numbers: range, error: str, from_ssd: set[BlockHash]
+    ) -> Iterator[KvLoad]:
+        """Yield the loads of the wanted blocks of these ``numbers``, in order, or the one that brought nothing."""
+        if source != "store" or not numbers:
+            yield self._loaded(wanted, source, numbers.start, len(numbers), error)
+            return
+        for is_cold, run in groupby(numbers, lambda number: wanted.block_hashes[number] in from_ssd):
+            blocks = list(run)
+            yield self._loaded(wanted, "ssd" if is_cold else source, blocks[0], len(blocks))
+
     def _loaded(
         self, wanted: FetchWanted, source: str, at: int = 0, num_blocks: int | None = None, error: str = ""
     ) -> KvLoad:
         """Return the load of ``num_blocks`` (None: all) of the wanted blocks, from number ``at`` on."""
         size, count = self._layout.block_tokens, len(wanted.block_ids) if num_blocks is None else num_blocks
         tokens = min(count * size, wanted.num_tokens - (wanted.first_block + at) * size)
-        return KvLoad("store" if source == "store" else "peer", tokens, error)
+        return KvLoad(source.removesuffix("_cache"), tokens, error)
 
     def _note_speed(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> None:
         num_bytes = num_blocks * self._layout.block_bytes

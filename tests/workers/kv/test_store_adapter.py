@@ -31,10 +31,10 @@ def test_a_block_of_another_size(size: int) -> None:
         values = [bytes([number + 1]) * SIZE for number in range(3)]
         adapter.save(HASHES, [memoryview(bytearray(value)) for value in values])
         buffers = [bytearray(SIZE) for _ in HASHES]
-        assert adapter.load(HASHES, [memoryview(each) for each in buffers]) == 1
+        assert adapter.load(HASHES, [memoryview(each) for each in buffers], set()) == 1
         assert buffers[0] == values[0]
         assert buffers[1] == bytes(SIZE)
         adapter.save(HASHES, [memoryview(bytearray(value)) for value in values])
-        assert adapter.load(HASHES, [memoryview(each) for each in buffers]) == 3
+        assert adapter.load(HASHES, [memoryview(each) for each in buffers], set()) == 3
         assert buffers == values
         adapter.close()
