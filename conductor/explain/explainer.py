@@ -268,13 +268,22 @@ class _Causes:
         asked, plan = self._asked, self._asked.plan
         fate = asked.fates.get(block)
         if fate is None and block < plan.held:
-            fate = self._explainer.fates.of(asked.names[block])
+            fate = self._removed_meanwhile(block)
         if block >= max(asked.known, plan.held) and fate is None:
             return self._unknown(block)
         scoring = self._flight.request.scoring
         if scoring is not None and block >= (scoring.start - 1) // self._size:
             return _run(Cause.NOT_KEPT, rule="the prompt's log probabilities were requested"), ALL
         return self._missed(block, fate), block + 1
+
+    def _removed_meanwhile(self, block: int) -> Fate | None:
+        """Return the removal of a block, since the request was routed, from where it was to be read."""
+        asked, plan = self._asked, self._asked.plan
+        holder = plan.worker if block < plan.own else plan.source[0]
+        fate = self._explainer.fates.of(asked.names[block])
+        if fate is None or fate.at_s < asked.at_s:
+            return None
+        return fate if fate.holder == holder or (fate.is_store and not holder) else None
 
     def _unknown(self, block: int) -> tuple[Run, int]:
         """Return why a block that nobody had requested was computed."""
@@ -312,11 +321,7 @@ class _Causes:
             where, num_blocks = plan.elsewhere
             load = {"holder": where, **plan.load}
             return Run(0, 0, Cause.NOT_WORTH_FETCHING, True, {"tokens": num_blocks * self._size}, load)
-        if failed is not None and fate is None:
-            return _run(Cause.LOAD_FAILED, source=failed.source, error=failed.error)
-        if fate is not None:
-            return self._evicted(fate, segment)
-        return self._not_kept(segment)
+        return self._evicted(fate, segment) if fate is not None else self._not_kept(segment)
 
     def _evicted(self, fate: Fate, segment: Segment | None) -> Run:
         detail: dict[str, Any] = {

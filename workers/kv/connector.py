@@ -17,7 +17,7 @@ from itertools import groupby
 
 import structlog
 
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.session.outputs import KvLoad, KvSource
 from tanghulu.session.speed import SpeedMeter
 from tanghulu.transfer_engine.gpu.mover import Move
@@ -106,7 +106,8 @@ class KvConnector(KvTransfers):
 
     def fetch(self, wanted: FetchWanted) -> None:
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
-            self._done([(wanted.request_id, 0, [])])
+            skipped = [KvLoad("store", 0, NodeUnavailable.code)] if self._store is not None else []
+            self._done([(wanted.request_id, 0, skipped)])
             return
         if wanted.peer is None:
             self._fetchers.submit(self._fetch, wanted)
