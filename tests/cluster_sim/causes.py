@@ -37,7 +37,10 @@ _SETTLED_S = 0.5
 #: Until a store that did not answer is called again, and a killed worker's successor is known.
 _RECOVERED_S = 40.0
 
-_HURTING: Final = ("holder_gone", "peer_away", "store_away", "store_late", "store_late_midway", "aborted_store_away")
+_HURTING: Final = frozenset(
+    "holder_gone copies_gone aborted_and_gone moved moved_from_holder peer_away store_away store_late store_late_midway "
+    "aborted_store_away".split()
+)
 
 #: The right cause of a prompt's block of this number.
 Truth = Callable[[int], Cause]
@@ -70,11 +73,14 @@ class Injections(World):
             self.other_salt,
             self.other_model,
             self.computed_elsewhere,
+            self.evicted_and_diverged,
+            self.moved,
         ]
         if self.plan.has_store:
             stored = [self.evicted_from_store, self.store_away, self.store_late, self.store_late_midway]
             return [*both, *stored, self.aborted_store_away]
-        return [*both, self.evicted, self.dropped, self.holder_gone, self.held_elsewhere, self.peer_away]
+        gone = [self.evicted, self.dropped, self.holder_gone, self.moved_from_holder, self.copies_gone, self.aborted_and_gone]
+        return [*both, *gone, self.held_elsewhere, self.peer_away]
 
     # --- scenarios
 
@@ -145,6 +151,23 @@ class Injections(World):
         await self.judge(prompt, lambda block: Cause.NOT_WORTH_FETCHING, 1)
         await first
 
+    async def evicted_and_diverged(self) -> None:
+        prompt = await self.pushed_out()
+        shared = self.draw.randrange(SIZE, len(prompt))
+        alike = shared // SIZE
+        await self.judge(
+            self.leaving(prompt, shared), lambda block: Cause.EVICTED if block < alike else Cause.DIVERGED
+        )
+
+    async def moved(self) -> None:
+        """Its worker dies while it computes the prompt, which is new all the same."""
+        await self._judge_moved(self.prompt(20), Cause.NEW)
+
+    async def _judge_moved(self, prompt: list[int], right: Cause) -> None:
+        kill_s = self.draw.uniform(0, 0.02)
+        self.loop.call_later(kill_s, lambda: self._kill(self.workers[0], silently=False))
+        await self.judge(prompt, lambda block: right)
+
     async def evicted(self) -> None:
         prompt = await self.pushed_out()
         await self.judge(prompt, lambda block: Cause.EVICTED)
@@ -161,6 +184,27 @@ class Injections(World):
         self._kill(self.workers[0], silently=False)
         await asyncio.sleep(_SETTLED_S)
         await self.judge(prompt, lambda block: Cause.EVICTED, 1)
+
+    async def moved_from_holder(self) -> None:
+        prompt = self.prompt()
+        await self.ask(prompt)
+        await self._judge_moved(prompt, Cause.EVICTED)
+
+    async def aborted_and_gone(self) -> None:
+        """The first time before anything was computed; the second time its worker dies with what it has computed."""
+        prompt = self.prompt()
+        await self.ask(prompt, abort_s=0.0)
+        for right in (Cause.NOT_KEPT, Cause.EVICTED):
+            self._kill(self.workers[0], silently=False)
+            await asyncio.sleep(_RECOVERED_S)
+            await self.judge(prompt, lambda block, right=right: right)
+
+    async def copies_gone(self) -> None:
+        """One was evicted, and the worker of the other killed."""
+        prompt = await self.pushed_out(lambda prompt: self.ask(prompt, 1))
+        self._kill(self.workers[1], silently=False)
+        await asyncio.sleep(_SETTLED_S)
+        await self.judge(prompt, lambda block: Cause.EVICTED)
 
     async def held_elsewhere(self) -> None:
         """Reading it over a link of a byte a second takes longer than computing it."""
@@ -227,10 +271,12 @@ class Injections(World):
     def names(self, prompt: Sequence[int]) -> Sequence[BlockHash]:
         return TokenSequence(root_hash(text.FINGERPRINT, b""), SIZE, prompt).block_hashes
 
-    async def pushed_out(self) -> list[int]:
-        """Return a prompt that worker 0 has computed, and has no room for any more."""
+    async def pushed_out(self, *more: Callable[[list[int]], Any]) -> list[int]:
+        """Return a prompt that worker 0 has computed, and has no room for any more; do ``more`` with it before."""
         prompt = self.prompt()
         await self.ask(prompt)
+        for each in more:
+            await each(prompt)
         names, pool = set(self.names(prompt)), self.workers[0].core.scheduler.pool
         while names.intersection(pool.matchable_hashes()):
             await self.ask(self.draw.choices(text.LETTERS, k=FILLING * SIZE))
