@@ -1,8 +1,8 @@
 """Causes of cache misses, injected one by one into a simulated cluster, and compared with what the conductor explains.
 
 Each scenario knows why each block of its last prompt is computed, if it is, as it has arranged that itself: another
-prompt before, a cache filled with others, a worker killed, the store away. `Injections` runs all scenarios of a seed, in
-drawn order, with drawn lengths and places, and counts blocks by scenario and verdict.
+prompt before, a cache filled with others, a worker killed, the store away. `Injections` runs all scenarios of a seed,
+in drawn order, with drawn lengths and places, and counts blocks by scenario and verdict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.conductor.stories.account import Audience, Cause, Explanation, Run, Source
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.session.sampling import Sampling, StopRule
-from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId, Role
+from tanghulu.types import BlockHash, Fingerprint, RequestId, Role
 from tests.cluster_sim import store, text
 from tests.cluster_sim.plan import Plan
 from tests.cluster_sim.worker import SimWorker
@@ -38,8 +38,18 @@ _SETTLED_S = 0.5
 _RECOVERED_S = 40.0
 
 _HURTING: Final = frozenset(
-    "holder_gone copies_gone aborted_and_gone moved moved_from_holder peer_away store_away store_late store_late_midway "
-    "aborted_store_away".split()
+    [
+        "holder_gone",
+        "copies_gone",
+        "aborted_and_gone",
+        "moved",
+        "moved_from_holder",
+        "peer_away",
+        "store_away",
+        "store_late",
+        "store_late_midway",
+        "aborted_store_away",
+    ]
 )
 
 #: The right cause of a prompt's block of this number.
@@ -49,8 +59,8 @@ Truth = Callable[[int], Cause]
 class Injections(World):
     """One seed. ``blocks`` counts computed blocks by (scenario, verdict); ``errors`` names wrong ones.
 
-    Verdicts are "right", "wrong" and "uncertain": wrong, and said to be uncertain; "certain" is counted besides. Workers 0
-    and 1 serve one model, 2 another.
+    Verdicts are "right", "wrong" and "uncertain": wrong, and said to be uncertain; "certain" is counted besides.
+    Workers 0 and 1 serve one model, 2 another.
     """
 
     def __init__(self, seed: int) -> None:
@@ -79,7 +89,14 @@ class Injections(World):
         if self.plan.has_store:
             stored = [self.evicted_from_store, self.store_away, self.store_late, self.store_late_midway]
             return [*both, *stored, self.aborted_store_away]
-        gone = [self.evicted, self.dropped, self.holder_gone, self.moved_from_holder, self.copies_gone, self.aborted_and_gone]
+        gone = [
+            self.evicted,
+            self.dropped,
+            self.holder_gone,
+            self.moved_from_holder,
+            self.copies_gone,
+            self.aborted_and_gone,
+        ]
         return [*both, *gone, self.held_elsewhere, self.peer_away]
 
     # --- scenarios
@@ -118,9 +135,7 @@ class Injections(World):
         prompt = self.prompt()
         answered = [*prompt, *await self.ask(prompt)]
         known = len(answered) // SIZE
-        await self.judge(
-            [*answered, *self.prompt()], lambda block: Cause.NOT_KEPT if block < known else Cause.NEW
-        )
+        await self.judge([*answered, *self.prompt()], lambda block: Cause.NOT_KEPT if block < known else Cause.NEW)
 
     async def aborted(self) -> None:
         prompt = self.prompt(20)
@@ -155,9 +170,7 @@ class Injections(World):
         prompt = await self.pushed_out()
         shared = self.draw.randrange(SIZE, len(prompt))
         alike = shared // SIZE
-        await self.judge(
-            self.leaving(prompt, shared), lambda block: Cause.EVICTED if block < alike else Cause.DIVERGED
-        )
+        await self.judge(self.leaving(prompt, shared), lambda block: Cause.EVICTED if block < alike else Cause.DIVERGED)
 
     async def moved(self) -> None:
         """Its worker dies while it computes the prompt, which is new all the same."""

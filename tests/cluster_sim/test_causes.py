@@ -1,4 +1,4 @@
-"""Explanations beside the truth, over seeds: at least 99 of 100 computed blocks right, and none wrong with certainty."""
+"""Explanations beside the truth, over seeds: 99 of 100 computed blocks at least are right, and none certainly wrong."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -125,7 +124,7 @@ def test_a_token_at_which_prompts_part(cluster: Explained) -> None:
 def test_a_time_of_day_in_the_first_message(cluster: Explained) -> None:
     rules = cluster.prompt(300)
     for time in ("10:41:07", "10:43:55"):
-        messages = [{"role": "system", "content": f"It is 2026-11-28 {time}. {rules}"}, {"role": "user", "content": "?"}]
+        messages = [{"role": "system", "content": f"It is 2026-11-28 {time}. {rules}"}]
         run, tail = cluster.ask("", path="chat/completions", messages=messages)
     assert (run["cause"], run["detail"]["message"], run["detail"]["kind"]) == ("diverged", 0, "date")
     assert tail["cause"] == "tail"

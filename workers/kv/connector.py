@@ -296,7 +296,8 @@ class KvConnector(KvTransfers):
                 lambda at, buffers: self._peers.read_prefix(holder, named[at : at + len(buffers)], buffers),
             )
         if store is not None and self._store_answers:
-            yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers, from_ssd)
+            load = store.load
+            yield "store", len(hashes), lambda at, buffers: load(hashes[at : at + len(buffers)], buffers, from_ssd)
 
     def _pull(self, wanted: FetchWanted) -> None:
         """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""

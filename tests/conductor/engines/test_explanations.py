@@ -1,4 +1,4 @@
-"""Causes of cache misses at a plain vLLM server, known from its KV events and the number of cached tokens it reports."""
+"""Causes of cache misses at a plain vLLM server, known from its KV events and its number of cached tokens."""
 
 from __future__ import annotations
 
