@@ -11,19 +11,19 @@ from tests.cluster_sim.causes import Injections
 _FEW, _MANY = range(2), range(100, 300)
 
 
-def _run(seeds: range) -> tuple[Counter[tuple[str, str]], list[str]]:
-    blocks, errors = Counter[tuple[str, str]](), list[str]()
+def _run(seeds: range) -> tuple[Counter[tuple[str, str]], list[str], set[str]]:
+    blocks, errors, scenarios = Counter[tuple[str, str]](), list[str](), {"tail"}
     for seed in seeds:
         world = Injections(seed)
         world.run()
         blocks += world.blocks
         errors += world.errors
-    return blocks, errors
+        scenarios.update(scenario.__name__ for scenario in world.scenarios())
+    return blocks, errors, scenarios
 
 
 def _check(seeds: range) -> None:
-    blocks, errors = _run(seeds)
-    scenarios = {scenario.__name__ for seed in _FEW for scenario in Injections(seed).scenarios()} | {"tail"}
+    blocks, errors, scenarios = _run(seeds)
     totals = Counter[str]()
     for (_, verdict), number in blocks.items():
         totals[verdict] += number
