@@ -217,7 +217,7 @@ def test_each_rank_stores_its_own_part_and_a_block_needs_all() -> None:
     assert got == blocks
     del shelf.chunks[keys[3]]
     assert adapter.load(hashes, got, set()) == 1
-    assert _adapter(shelf, 1).load(hashes[:1], [memoryview(bytearray(8))]) == 1
+    assert _adapter(shelf, 1).load(hashes[:1], [memoryview(bytearray(8))], set()) == 1
 
 
 def test_what_arrives_damaged_is_wiped() -> None:
