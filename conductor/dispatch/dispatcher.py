@@ -19,7 +19,7 @@ from tanghulu.auth.cluster_secret import NO_SECRET, ClusterSecret
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.conductor.dispatch.admission import forecast
 from tanghulu.conductor.dispatch.deadlines import Deadlines
-from tanghulu.conductor.dispatch.entry import RequestEntry, Limits, PromptExplainer
+from tanghulu.conductor.dispatch.entry import Limits, PromptExplainer, RequestEntry
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
     DeliverScores,

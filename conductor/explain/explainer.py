@@ -71,7 +71,8 @@ class Asked:
     """A request's prompt as it was when first routed: its ``known`` leading blocks, and where it left earlier ones.
 
     ``path`` has the worker of the last request for each known segment, and the number of requests. ``fates`` are those
-    of blocks that nobody had at ``at_s``: later ones are of blocks that this request has computed.
+    of blocks that nobody had: later ones are of blocks that this request has computed. ``plan`` was made at ``at_s``,
+    when it was last routed.
     """
 
     names: Sequence[BlockHash]
@@ -153,10 +154,10 @@ class Explainer:
         sequence = flight.sequence(lambda: model.empty_sequence(request.salt))
         plan = _plan(route)
         self._last_sent[plan.worker] = request.id
-        if before is not None:
-            before.plan = plan
-            return before
         now_s = self._clock.now_s()
+        if before is not None:
+            before.plan, before.at_s = plan, now_s
+            return before
         names, size, history = tuple(sequence.block_hashes), sequence.block_tokens, self.history
         known = history.num_known(names)
         parting = elsewhere = None
@@ -193,6 +194,9 @@ class Explainer:
         explained = account(len(prompt), size, flight.cached_tokens, flight.loads, causes.of)
         if flight.generated and not (asked.added is not None and self.history.extend(asked.added, sequence)):
             self.history.add(sequence, self._use(flight, model, asked.plan.worker), is_answered=True)
+        if not outcome:  # what earlier requests have not completed is computed now
+            for segment in asked.path:
+                segment.outcome = ""
         for run in explained.runs:
             self.totals.tokens[run.why] += run.tokens
             self._counter(model.card.model, request.client, run.why).inc(run.tokens)
@@ -269,13 +273,22 @@ class _Causes:
         asked, plan = self._asked, self._asked.plan
         fate = asked.fates.get(block)
         if fate is None and block < plan.held:
-            fate = self._explainer.fates.of(asked.names[block])
+            fate = self._removed_meanwhile(block)
         if block >= max(asked.known, plan.held) and fate is None:
             return self._unknown(block)
         scoring = self._flight.request.scoring
         if scoring is not None and block >= (scoring.start - 1) // self._size:
             return _run(Cause.NOT_KEPT, rule="the prompt's log probabilities were requested"), ALL
         return self._missed(block, fate), block + 1
+
+    def _removed_meanwhile(self, block: int) -> Fate | None:
+        """Return the removal of a block, since the request was routed, from where it was to be read."""
+        asked, plan = self._asked, self._asked.plan
+        holder = plan.worker if block < plan.own else plan.source[0]
+        fate = self._explainer.fates.of(asked.names[block])
+        if fate is None or fate.at_s < asked.at_s:
+            return None
+        return fate if fate.holder == holder or (fate.is_store and not holder) else None
 
     def _unknown(self, block: int) -> tuple[Run, int]:
         """Return why a block that nobody had requested was computed."""
@@ -317,11 +330,15 @@ class _Causes:
             where, num_blocks = plan.elsewhere
             load = {"holder": where, **plan.load}
             return Run(0, 0, Cause.NOT_WORTH_FETCHING, True, {"tokens": num_blocks * self._size}, load)
-        if failed is not None and fate is None:
-            return _run(Cause.LOAD_FAILED, source=failed.source, error=failed.error)
+        gone = self._gone(segment, fate.at_s if fate is not None else 0.0)
+        if fate is None and segment is not None and segment.outcome:
+            rule = f"the request that was to compute it has {segment.outcome}"
+            return Run(0, 0, Cause.NOT_KEPT, gone is None, {"rule": rule})  # a part may have gone with its worker
+        if gone is not None:
+            return gone
         if fate is not None:
             return self._evicted(fate, segment)
-        return self._not_kept(segment)
+        return self._evicted_run or Run(0, 0, Cause.NOT_KEPT, False, {"rule": "no cache has reported it"})
 
     def _evicted(self, fate: Fate, segment: Segment | None) -> Run:
         detail: dict[str, Any] = {
@@ -339,26 +356,27 @@ class _Causes:
     def _vanished(self, holder: InstanceId | str) -> Run:
         """Return the cause of a block that was not where it was said to be."""
         gone_s = self._explainer.fates.gone_s(InstanceId(holder))
-        if gone_s is not None:
-            ago_s = round(self._now_s - gone_s, 3)
-            return _run(Cause.EVICTED, where=holder, tier="worker", seconds_ago=ago_s, why="it went away")
+        if gone_s is not None and gone_s >= self._asked.at_s:
+            return _went_away(holder, self._now_s - gone_s)
         return Run(0, 0, Cause.LOAD_FAILED, False, {"source": holder or "store", "error": "NOT_FOUND"})
 
-    def _not_kept(self, segment: Segment | None) -> Run:
-        fates = self._explainer.fates
-        if segment is not None:
-            worker, _ = self._asked.path.get(segment, (segment.worker, 0))
-            gone_s = fates.gone_s(worker)
-            if gone_s is not None and segment.first_s <= gone_s <= self._asked.at_s:
-                ago_s = round(self._now_s - gone_s, 3)
-                return _run(Cause.EVICTED, where=worker, tier="worker", seconds_ago=ago_s, why="it went away")
-            if segment.outcome:
-                return _run(Cause.NOT_KEPT, rule=f"the request that was to compute it has {segment.outcome}")
-        return self._evicted_run or Run(0, 0, Cause.NOT_KEPT, False, {"rule": "no cache has reported it"})
+    def _gone(self, segment: Segment | None, since_s: float) -> Run | None:
+        """Return the cause of a block whose worker went away after ``since_s``; None if it did not."""
+        if segment is None:
+            return None
+        worker, _ = self._asked.path.get(segment, (segment.worker, 0))
+        gone_s = self._explainer.fates.gone_s(worker)
+        if gone_s is None or not max(since_s, segment.first_s) <= gone_s <= self._asked.at_s:
+            return None
+        return _went_away(worker, self._now_s - gone_s)
 
 
 def _run(cause: Cause, **detail: Any) -> Run:
     return Run(0, 0, cause, True, detail)
+
+
+def _went_away(holder: InstanceId | str, ago_s: float) -> Run:
+    return _run(Cause.EVICTED, where=holder, tier="worker", seconds_ago=round(ago_s, 3), why="it went away")
 
 
 def _plan(route: RoutedRequest) -> Plan:

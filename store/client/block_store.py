@@ -154,32 +154,35 @@ class BlockStore:
         return outcomes[0] if isinstance(outcomes[0], int) else None
 
     def load(
-        self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None
+        self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None, **options: Any
     ) -> list[TanghuluError | None]:
         """Fill each buffer (or list of buffers) with its key's value; return an error for each incomplete one.
 
         ChunkNotFound means that nothing has arrived. ``until_s`` bounds all calls, by the clock; each has its own
-        deadline besides.
+        deadline besides, and the ``options``.
         """
-        return [each if isinstance(each, TanghuluError) else None for each in self.read(keys, buffers, until_s)]
+        outcomes = self.read(keys, buffers, until_s, **options)
+        return [each if isinstance(each, TanghuluError) else None for each in outcomes]
 
     def read(
-        self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None
+        self, keys: Sequence[str], buffers: Sequence[Any], until_s: float | None = None, **options: Any
     ) -> list[int | TanghuluError]:
         """Fill each buffer as ``load`` does; return the size of each value, or an error."""
         outcomes: list[int | TanghuluError] = []
         for at in range(0, len(keys), KEYS_PER_CALL):
             some, into = keys[at : at + KEYS_PER_CALL], buffers[at : at + KEYS_PER_CALL]
             within_s = self._load_s if until_s is None else min(self._load_s, until_s - self._clock.now_s())
-            outcomes += self._read(some, into, within_s)
+            outcomes += self._read(some, into, within_s, options)
         self._count_loads(outcomes)
         return outcomes
 
-    def _read(self, keys: Sequence[str], buffers: Sequence[Any], within_s: float) -> Sequence[int | TanghuluError]:
+    def _read(
+        self, keys: Sequence[str], buffers: Sequence[Any], within_s: float, options: dict[str, Any]
+    ) -> Sequence[int | TanghuluError]:
         if within_s <= 0:
             return _not_tried(keys)
         get = self._client.get_many_into
-        return self._call(self._transfers, "loads", keys, lambda: get(keys, buffers, deadline_s=within_s))
+        return self._call(self._transfers, "loads", keys, lambda: get(keys, buffers, deadline_s=within_s, **options))
 
     def fetch(self, keys: Sequence[str]) -> list[Chunk | TanghuluError]:
         """Return the chunk of each key, which the caller closes, or an error."""

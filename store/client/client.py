@@ -195,13 +195,14 @@ class Client:
         *,
         raise_errors: bool = False,
         deadline_s: float | None = None,
+        from_ssd: set[str] | None = None,
     ) -> list[int | TanghuluError]:
         """Read each value into its buffer; return a size or an error for each key. The buffers must not overlap.
 
         A key's buffer may be a list of buffers, which are filled in order, as with ``get_into``. ``raise_errors``
-        raises the first error instead.
+        raises the first error instead. ``from_ssd`` receives the keys that nodes had to read from their SSDs.
         """
-        return self._perform(deadline_s, operations.get_many_into, keys, buffers, raise_errors)
+        return self._perform(deadline_s, operations.get_many_into, keys, buffers, raise_errors, (), from_ssd)
 
     def get_tensor(self, key: str, *, shared: bool = False, deadline_s: float | None = None) -> torch.Tensor:
         """Return a tensor stored by ``put_tensor``, as the caller's own copy. ``shared=True`` as with ``Chunk.torch``.

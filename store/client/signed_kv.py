@@ -124,6 +124,7 @@ class KvClient(Client):
         *,
         raise_errors: bool = False,
         deadline_s: float | None = None,
+        from_ssd: set[str] | None = None,
     ) -> list[int | TanghuluError]:
         """As ``Client.get_many_into``, but a value that is not the cluster's, or of another size, is ChunkNotFound.
 
@@ -134,7 +135,9 @@ class KvClient(Client):
             for key, each in zip(keys, buffers, strict=True)
         ]
         whole = [[*_pieces(each), arrival.signature] for each, arrival in zip(buffers, arrivals, strict=True)]
-        outcomes = self._perform(deadline_s, operations.get_many_into, keys, whole, value_checks=arrivals)
+        outcomes = self._perform(
+            deadline_s, operations.get_many_into, keys, whole, value_checks=arrivals, from_ssd=from_ssd
+        )
         refused = []
         for at, (arrival, outcome) in enumerate(zip(arrivals, outcomes, strict=True)):
             if outcome == arrival.size + SIGNATURE_BYTES and arrival.holds():

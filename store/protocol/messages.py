@@ -175,7 +175,10 @@ class GetRequest(FastMessage, frozen=True):
 
 
 class Found(FastMessage, frozen=True, tag=0):
-    """A chunk on a node: ``lease_id`` pins ``offset``; 0: the value is in the attachment. ``copies_only`` as above."""
+    """A chunk on a node: ``lease_id`` pins ``offset``; 0: the value is in the attachment. ``copies_only`` as above.
+
+    ``from_ssd``: the node has read it from its SSD for this answer.
+    """
 
     size_bytes: U64
     version: U64
@@ -183,6 +186,7 @@ class Found(FastMessage, frozen=True, tag=0):
     lease_id: U64
     offset: U64
     copies_only: bool
+    from_ssd: bool = False
 
 
 class GetReply(FastMessage, frozen=True):

@@ -10,7 +10,7 @@ from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
-from tanghulu.types import BlockHash, ChunkKey, kv_chunk_key
+from tanghulu.types import BlockHash, ChunkKey, Fingerprint, kv_chunk_key
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tests.cluster_sim import text
 
@@ -22,17 +22,21 @@ _MOST_CHUNKS = 400
 
 
 class SimStore:
-    """All chunks; forgets the oldest. ``away``: it does not answer. Conductors hear of changes after a while."""
+    """All chunks; forgets the oldest. ``away``: it does not answer. Conductors hear of changes after a while.
+
+    ``late_after``: of each call only so many chunks come before its deadline.
+    """
 
     def __init__(self, world: Any, rng: Random) -> None:
         self._world, self._rng = world, rng
         self.chunks: dict[BlockHash, bytes] = {}
         self.away = False
+        self.late_after: int | None = None
 
-    def seen_by(self, host: str) -> StoreAdapter:
-        """The store as a worker's connector reaches it."""
+    def seen_by(self, host: str, fingerprint: Fingerprint) -> StoreAdapter:
+        """The store as the connector of a worker with this ``fingerprint`` reaches it."""
         client: Any = _SeenStore(self._world, self, host)
-        return StoreAdapter(BlockStore(client), text.FINGERPRINT, text.LAYOUT.layer_bytes)
+        return StoreAdapter(BlockStore(client), fingerprint, text.LAYOUT.layer_bytes)
 
     def put(self, block_hash: BlockHash, data: bytes) -> None:
         if block_hash in self.chunks:
@@ -40,9 +44,11 @@ class SimStore:
         self.chunks[block_hash] = data
         self._tell(DirectoryEventKind.STORED, block_hash)
         if len(self.chunks) > _MOST_CHUNKS:
-            oldest = next(iter(self.chunks))
-            del self.chunks[oldest]
-            self._tell(DirectoryEventKind.REMOVED, oldest)
+            self.evict(next(iter(self.chunks)))
+
+    def evict(self, block_hash: BlockHash) -> None:
+        del self.chunks[block_hash]
+        self._tell(DirectoryEventKind.REMOVED, block_hash)
 
     def _tell(self, kind: DirectoryEventKind, block_hash: BlockHash) -> None:
         event = DirectoryEvent(0, kind, _NODE, (kv_chunk_key(text.FINGERPRINT, block_hash, 0),))
@@ -66,6 +72,9 @@ class _SeenStore:
         self._travel()
         found: list[Any] = []
         for key, buffer in zip(keys, buffers, strict=True):
+            if self._store.late_after is not None and len(found) >= self._store.late_after:
+                found.append(DeadlineExceeded(f"{key!r} did not come in time"))
+                continue
             data = self._store.chunks.get(_hash_of(key))
             if data is not None:
                 buffer[:] = data

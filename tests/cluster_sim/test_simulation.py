@@ -134,8 +134,8 @@ def _tells_the_last_step_alone(original: Any) -> Any:
 
 
 def _trusts_what_did_not_come(original: Any) -> Any:
-    def fetch_done(self: Scheduler, request_id: Any, num_blocks_ok: int) -> None:
-        original(self, request_id, len(self._fetches[request_id].block_ids))
+    def fetch_done(self: Scheduler, request_id: Any, num_blocks_ok: int, loads: Sequence[Any] = ()) -> None:
+        original(self, request_id, len(self._fetches[request_id].block_ids), loads)
 
     return fetch_done
 

@@ -114,5 +114,9 @@ def ask(rng: Random, number: int, shared: list[list[int]], client: str) -> Asked
     return Asked(structs.replace(request, priority=rng.choice((0, 0, 0, 1))), rules)
 
 
+def tokens_of(characters: str) -> list[int]:
+    return _TOKENIZER.encode(characters).ids
+
+
 def _letters(rng: Random, count: int) -> list[int]:
     return [rng.choice(LETTERS) for _ in range(count)]

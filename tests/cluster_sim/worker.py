@@ -27,7 +27,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.session.speed import SpeedMeter
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
-from tanghulu.types import Address, InstanceId, LeaseId, Role
+from tanghulu.types import Address, Fingerprint, InstanceId, LeaseId, Role
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.thread import EngineThread, StepReport
@@ -56,11 +56,19 @@ _HANG_LOOK_S = 0.05
 
 
 class SimWorker(Process):
-    """A worker of ``role``."""
+    """A worker of ``role`` that serves ``model``, a name and its fingerprint."""
 
-    def __init__(self, number: int, world: Any, role: Role, generation: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        world: Any,
+        role: Role,
+        generation: int,
+        model: tuple[str, Fingerprint] = (text.NAME, text.FINGERPRINT),
+    ) -> None:
         super().__init__(f"worker-{number}", world.network)
         self.number, self.role, self.generation = number, role, generation
+        self.model, self.fingerprint = model
         self.id = InstanceId(self.host)
         self.address = Address(self.host, PORT)
         self.hangs = self._computes = False
@@ -86,8 +94,8 @@ class SimWorker(Process):
         )
         metrics = WorkerMetrics(CollectorRegistry(), text.LAYOUT, plan.num_blocks)
         speed = SpeedMeter(STEP_TOKENS, now_s=self._world.clock_s)
-        reader = PeerReader(SimTransfers(self._world, self.host), self.id, text.FINGERPRINT)  # type: ignore[arg-type]
-        store = self._world.store.seen_by(self.host) if plan.has_store else None
+        reader = PeerReader(SimTransfers(self._world, self.host), self.id, self.fingerprint)  # type: ignore[arg-type]
+        store = self._world.store.seen_by(self.host, self.fingerprint) if plan.has_store else None
         self.reader = reader
         blocks = HostBlocks(runner.cache)
         self.connector = KvConnector(store, reader, metrics, speed, text.LAYOUT, blocks)
@@ -104,11 +112,11 @@ class SimWorker(Process):
         self.thread = EngineThread(self.core, self.reports.put, self._engine_failed, speed, self.reports.call)
         self.connector.attach(self.thread)
         self.access = AccessTable(clock, LEASE_MS, len(self.memory), random_bytes=Random(self.generation).randbytes)
-        identity = KvIdentity(self.id, self.generation, text.FINGERPRINT, str(self.address))
+        identity = KvIdentity(self.id, self.generation, self.fingerprint, str(self.address))
         self.peers = PeerServer(identity, text.LAYOUT, blocks, self.access, clock, metrics, self.thread)
         service = FastService()
         self.peers.serve(service, self)  # type: ignore[arg-type]
-        factory = RequestFactory(text.FINGERPRINT, text.BLOCK_TOKENS, "xxh3_128", text.ASSETS.eos_ids)
+        factory = RequestFactory(self.fingerprint, text.BLOCK_TOKENS, "xxh3_128", text.ASSETS.eos_ids)
         self.probe = EngineProbe(self.thread, factory.probe, clock)
         self.hub = SessionHub(
             self.id, self.generation, factory, self.thread, self.peers.add_exports, self.peers.release
@@ -118,8 +126,8 @@ class SimWorker(Process):
         card = model_card(
             text.LAYOUT,
             text.ASSETS,
-            model=text.NAME,
-            fingerprint=text.FINGERPRINT,
+            model=self.model,
+            fingerprint=self.fingerprint,
             block_hash="xxh3_128",
             context_length=self.core.scheduler.max_tokens,
             vocab_size=text.VOCAB,

@@ -92,6 +92,28 @@ def test_a_prefix_is_loaded_and_not_computed_again(cluster):
     print(f"TTFT cold {cold.ttft_s:.3f} s, from the store {warm.ttft_s:.3f} s: {cold.ttft_s / warm.ttft_s:.1f} times")
 
 
+def test_misses_are_explained(cluster):
+    """New, in the worker's cache, loaded from the store, and different in a time of day."""
+    document = _prompt("explained")
+
+    def runs(time_of_day: str) -> list[tuple[str, int]]:
+        messages = [{"role": "system", "content": f"It is 2026-11-28 {time_of_day}. {document}"}]
+        body = {"model": "smollm2", "messages": messages, "max_tokens": 2, "temperature": 0, "explain_cache": True}
+        explained = cluster.http.post(f"{cluster.url}/v1/chat/completions", json=body).json()["cache_explanation"]
+        seen.append(explained["runs"][-2])
+        return [(run.get("source") or run["cause"], run["tokens"]) for run in explained["runs"]]
+
+    seen: list[dict] = []
+    named, tail = runs("10:41:07")
+    assert (named[0], tail[0]) == ("new", "tail")
+    assert runs("10:41:07") == [("worker", named[1]), tail]
+    cluster.settle()
+    cluster.drop_worker_caches()
+    assert runs("10:41:07") == [("store", named[1]), tail]
+    assert runs("10:43:55")[-2][0] == "diverged"
+    assert (seen[-1]["detail"]["message"], seen[-1]["detail"]["kind"]) == (0, "date")
+
+
 def test_the_hit_survives_the_workers(cluster):
     prompt = _prompt("two")
     cold = _chat(cluster, prompt)

@@ -286,7 +286,7 @@ async def test_a_worker_computes_what_it_cannot_look_up(monkeypatch: pytest.Monk
     adapter = store_adapter.StoreAdapter(block_store.BlockStore(client, FOR_EVER_S), Fingerprint(bytes(16)), 4)
 
     def load() -> int:
-        return adapter.load([BlockHash(bytes(16))], [memoryview(bytearray(8))])
+        return adapter.load([BlockHash(bytes(16))], [memoryview(bytearray(8))], set())
 
     async def is_answered() -> bool:
         try:
@@ -322,7 +322,7 @@ def test_a_worker_takes_the_first_blocks_and_then_leaves_a_store_without_master_
     ):
         half: Any = Half(error)
         adapter = store_adapter.StoreAdapter(block_store.BlockStore(half), Fingerprint(bytes(16)), 4)
-        assert adapter.load(hashes, buffers) == 1
+        assert adapter.load(hashes, buffers, set()) == 1
         assert adapter.is_available is is_available
 
 

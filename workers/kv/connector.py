@@ -13,10 +13,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import structlog
 
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.session.outputs import KvLoad, KvSource, PrefixHolder
 from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import BlockHash, RequestId
@@ -107,7 +109,8 @@ class KvConnector(KvTransfers):
 
     def fetch(self, wanted: FetchWanted) -> None:
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
-            self._done([(wanted.request_id, 0, [])])
+            skipped = [KvLoad("store", 0, NodeUnavailable.code)] if self._store is not None else []
+            self._done([(wanted.request_id, 0, skipped)])
             return
         if wanted.peer is None:
             self._fetchers.submit(self._fetch, wanted)
@@ -264,11 +267,12 @@ class KvConnector(KvTransfers):
     def _fetch(self, wanted: FetchWanted) -> None:
         num_ok = num_peer = 0
         loads: list[KvLoad] = []
+        from_ssd: set[BlockHash] = set()
         try:
-            for source, end, fill in self._sources(wanted):
+            for source, end, fill in self._sources(wanted, from_ssd):
                 if num_ok < end:
                     num_came, error = self._fill_or_fail(source, wanted, range(num_ok, end), fill)
-                    loads.append(self._loaded(wanted, source, num_ok, num_came, error))
+                    loads += self._loads(wanted, source, range(num_ok, num_ok + num_came), error, from_ssd)
                     num_ok += num_came
                 if source == "peer":
                     num_peer = num_ok
@@ -278,10 +282,11 @@ class KvConnector(KvTransfers):
             self._done([(wanted.request_id, num_ok, loads)])
         self._release_read(wanted, num_peer)  # the request need not wait for that
 
-    def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Fill]]:
+    def _sources(self, wanted: FetchWanted, from_ssd: set[BlockHash]) -> Iterator[tuple[str, int, Fill]]:
         """Yield each source in order: its name, the end of the blocks it may have, and a function that fetches them.
 
         After a peer's export, which alone has the partial last block, the others are tried for the missing blocks.
+        ``from_ssd`` receives those that the store reads from an SSD.
         """
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
@@ -290,7 +295,8 @@ class KvConnector(KvTransfers):
             named = hashes[:held]
             yield "peer_cache", held, lambda first, ids: self._fill_prefix(holder, named[first : first + len(ids)], ids)
         if store is not None and self._store_answers:
-            yield "store", len(hashes), lambda first, ids: self._load(store, hashes[first : first + len(ids)], ids)
+            load = partial(self._load, store, from_ssd)
+            yield "store", len(hashes), lambda first, ids: load(hashes[first : first + len(ids)], ids)
 
     def _pull(self, wanted: FetchWanted) -> None:
         """Fetch blocks of a growing export as they are computed there, until it has ended or the pull is dropped."""
@@ -353,10 +359,12 @@ class KvConnector(KvTransfers):
         num_ok = self._peers.read_prefix_in_place(holder, hashes, ids)
         return self._port.fill(ids, read) if num_ok is None else num_ok
 
-    def _load(self, store: StoreAdapter, hashes: Sequence[BlockHash], ids: Sequence[int]) -> int:
+    def _load(
+        self, store: StoreAdapter, from_ssd: set[BlockHash], hashes: Sequence[BlockHash], ids: Sequence[int]
+    ) -> int:
         """Fetch from the store, which serves several calls at once."""
         return self._port.fill(
-            ids, lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers), shareable=True
+            ids, lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers, from_ssd), shareable=True
         )
 
     def _fill_or_fail(self, source: str, wanted: FetchWanted, numbers: range, fill: Fill) -> tuple[int, str]:
@@ -396,13 +404,24 @@ class KvConnector(KvTransfers):
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
 
+    def _loads(
+        self, wanted: FetchWanted, source: str, numbers: range, error: str, from_ssd: set[BlockHash]
+    ) -> Iterator[KvLoad]:
+        """Yield the loads of the wanted blocks of these ``numbers``, in order, or the one that brought nothing."""
+        if source != "store" or not numbers:
+            yield self._loaded(wanted, source, numbers.start, len(numbers), error)
+            return
+        for is_cold, run in groupby(numbers, lambda number: wanted.block_hashes[number] in from_ssd):
+            blocks = list(run)
+            yield self._loaded(wanted, "ssd" if is_cold else source, blocks[0], len(blocks))
+
     def _loaded(
         self, wanted: FetchWanted, source: str, at: int = 0, num_blocks: int | None = None, error: str = ""
     ) -> KvLoad:
         """Return the load of ``num_blocks`` (None: all) of the wanted blocks, from number ``at`` on."""
         size, count = self._layout.block_tokens, len(wanted.block_ids) if num_blocks is None else num_blocks
         tokens = min(count * size, wanted.num_tokens - (wanted.first_block + at) * size)
-        return KvLoad("store" if source == "store" else "peer", tokens, error)
+        return KvLoad(source.removesuffix("_cache"), tokens, error)
 
     def _note_speed(self, wanted: FetchWanted, source: str, num_blocks: int, seconds: float) -> None:
         num_bytes = num_blocks * self._layout.block_bytes

@@ -35,14 +35,15 @@ class StoreAdapter:
         """Whether to load and save now: a store that did not answer is left alone for a moment."""
         return self._store.is_available
 
-    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview], from_ssd: set[BlockHash]) -> int:
         """Fill ``buffers``; return the number of leading ones that arrived whole, checksums and signatures verified.
 
         A missing block ends the run and is no failure; nor is one that this cluster has not signed. Raises any other
-        error of the first block.
+        error of the first block. ``from_ssd`` receives the blocks that nodes had to read from their SSDs.
         """
-        parts, keys = self._split(buffers), self._keys(hashes)
-        errors = self._store.load(keys, parts, self._clock.now_s() + LOAD_DEADLINE_S)
+        parts, keys, cold = self._split(buffers), self._keys(hashes), set[str]()
+        errors = self._store.load(keys, parts, self._clock.now_s() + LOAD_DEADLINE_S, from_ssd=cold)
+        from_ssd.update(hashes[at // self._num_parts] for at, key in enumerate(keys) if key in cold)
         failures = [None if isinstance(error, ChunkNotFound) else error for error in errors]
         wipe([part for part, failure in zip(parts, failures, strict=True) if failure is not None])
         if failures and failures[0] is not None:

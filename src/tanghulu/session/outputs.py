@@ -67,7 +67,7 @@ class PhaseTimes(FastMessage, frozen=True):
 
 
 class KvLoad(FastMessage, frozen=True):
-    """Tokens of a prompt whose KV a worker loaded before computing the rest: from a ``peer`` or the ``store``.
+    """Tokens of a prompt whose KV a worker loaded before computing the rest: from a ``peer``, ``store`` or ``ssd``.
 
     The loads of a prompt follow each other, behind what was in the worker's own cache. ``error`` is the code of the
     error that ended this one early.

@@ -341,6 +341,7 @@ def _take_answer(
             _holder_failed(context, op, node, answer)
             continue
         found, value = answer
+        op.from_ssd = found.from_ssd
         if value is not None:
             if not _take_inline(op, found, value):  # the node is notified, as if it had been pinned
                 pinned.append(_Pinned(op, node, found, error=mismatch(op.key, node, found)))

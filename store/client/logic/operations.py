@@ -145,8 +145,12 @@ def get_many_into(
     buffers: Sequence[Any],
     raise_errors: bool = False,
     value_checks: Sequence[ranges.ValueCheck] = (),
+    from_ssd: set[str] | None = None,
 ) -> Logic[list[int | TanghuluError]]:
-    """Return a size or an error for each key; ``value_checks`` are of values that move, one for each key if given."""
+    """Return a size or an error for each key; ``value_checks`` are of values that move, one for each key if given.
+
+    ``from_ssd`` receives the keys that nodes had to read from their SSDs.
+    """
     keys = as_keys(keys)
     if len(keys) != len(buffers):
         raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers; give one buffer for each key")
@@ -156,6 +160,8 @@ def get_many_into(
     yield from gets.fetch(context, deadline, ops)
     for op in ops:
         ranges.scatter_result(op)
+    if from_ssd is not None:
+        from_ssd.update(op.key for op in ops if op.from_ssd)
     if raise_errors:
         raise_first([op.result for op in ops])
     return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks

@@ -61,6 +61,7 @@ class GetOp:
     part: Range | None = None
     pieces: Sequence[Buffer] = ()
     value_check: ValueCheck | None = None
+    from_ssd: bool = False  # the node had to read the value from its SSD
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import structlog
+from msgspec import structs
 
 from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
@@ -382,7 +383,7 @@ class NodeService:
         verifier = Verifier(self._chunks, self._puts) if request.verify else None
         try:
             num_looked = 0
-            async for key, error in self._in_memory(request):
+            async for key, error, from_ssd in self._in_memory(request):
                 num_looked += 1
                 if num_looked % STEP_ITEMS == 0:
                     await asyncio.sleep(0)
@@ -392,7 +393,7 @@ class NodeService:
                     items.append(Failure.of(error))
                     continue
                 one, more = self._get(session, [key], request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES - num_bytes)
-                items += one
+                items += [structs.replace(each, from_ssd=from_ssd) if isinstance(each, Found) else each for each in one]
                 values += more
                 num_bytes += sum(map(len, more))
                 self._unsent.note(answer, num_bytes)
@@ -404,10 +405,10 @@ class NodeService:
             self._unsent.note(answer, 0)
         return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
 
-    async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
+    async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None, bool]]:
         if self._promoter is None:
             for key in request.keys:
-                yield key, None
+                yield key, None, False
             return
         async for each in self._promoter.each(request.keys, self._until(request.deadline_ms)):
             yield each

@@ -53,36 +53,37 @@ class Promoter:
         find, below = self._chunks.find, self._tier.find
         return any(find(ChunkKey(key)) is None and below(ChunkKey(key)) is not None for key in keys)
 
-    async def each(self, keys: Sequence[str], until_s: float) -> AsyncIterator[tuple[str, TanghuluError | None]]:
-        """Promote ``keys`` in order, a few ahead; yield (key, its error or None) when it is its turn.
+    async def each(self, keys: Sequence[str], until_s: float) -> AsyncIterator[tuple[str, TanghuluError | None, bool]]:
+        """Promote ``keys`` in order, a few ahead; yield (key, its error or None, whether it was promoted) in its turn.
 
         Use a key's chunk before asking for the next one: it may be evicted then. A key in neither tier comes without an
         error.
         """
+        cold: set[str] = set()
         for index, key in enumerate(keys):
-            for ahead in keys[index : index + LOOK_AHEAD]:
-                self.begin(ChunkKey(ahead))
-            if ChunkKey(key) not in self._under_way:
-                yield key, None
+            cold.update(ahead for ahead in keys[index : index + LOOK_AHEAD] if self.begin(ChunkKey(ahead)))
+            if key not in cold:
+                yield key, None, False
                 continue
             try:
                 await self.chunk(ChunkKey(key), until_s)
                 self._tier.counters.hits += 1
-                yield key, None
+                yield key, None, True
             except ChunkNotFound:
-                yield key, None
+                yield key, None, False
             except TanghuluError as error:
-                yield key, error
+                yield key, error, False
 
-    def begin(self, key: ChunkKey) -> None:
-        """Start promoting ``key``, if it is in the tier and not being promoted yet."""
+    def begin(self, key: ChunkKey) -> bool:
+        """Start promoting ``key``, if it is in the tier alone; return whether it is being promoted now."""
         if key in self._under_way or self._chunks.find(key) is not None:
-            return
+            return key in self._under_way
         entry = self._tier.find(key)
         if entry is not None:
             task = asyncio.create_task(self._promote(entry))
             self._under_way[key] = task
             task.add_done_callback(lambda done: self._ended(key, done))
+        return entry is not None
 
     async def chunk(self, key: ChunkKey, until_s: float) -> Chunk:
         """Return the LIVE chunk of ``key`` in memory; use it before the next await. ``until_s``: the loop's time.

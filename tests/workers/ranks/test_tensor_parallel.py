@@ -213,11 +213,11 @@ def test_each_rank_stores_its_own_part_and_a_block_needs_all() -> None:
     assert list(shelf.chunks) == keys
     assert shelf.chunks[keys[3]] == bytes([12] * 8)
     got = [memoryview(bytearray(16)) for _ in hashes]
-    assert adapter.load(hashes, got) == 3
+    assert adapter.load(hashes, got, set()) == 3
     assert got == blocks
     del shelf.chunks[keys[3]]
-    assert adapter.load(hashes, got) == 1
-    assert _adapter(shelf, 1).load(hashes[:1], [memoryview(bytearray(8))]) == 1
+    assert adapter.load(hashes, got, set()) == 1
+    assert _adapter(shelf, 1).load(hashes[:1], [memoryview(bytearray(8))], set()) == 1
 
 
 def test_what_arrives_damaged_is_wiped() -> None:
@@ -226,7 +226,7 @@ def test_what_arrives_damaged_is_wiped() -> None:
     adapter.save(hashes, [memoryview(bytearray(b"\xff" * 8)) for _ in hashes])
     shelf.damaged = {list(shelf.chunks)[1]}
     got = [memoryview(bytearray(8)) for _ in hashes]
-    assert adapter.load(hashes, got) == 1
+    assert adapter.load(hashes, got, set()) == 1
     assert bytes(got[0]) == b"\xff" * 8
     assert bytes(got[1]) == bytes(8), "as float16 those bytes were NaN"
 
