@@ -1,4 +1,4 @@
-"""What the dispatcher keeps of a request in progress, its limits, and the explainer that it reports to."""
+"""The record of a request in progress, the limits on requests, and the protocol of explainers."""
 
 from __future__ import annotations
 
