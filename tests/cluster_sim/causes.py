@@ -244,11 +244,16 @@ class Injections(World):
         await self.judge(prompt, lambda block: Cause.EVICTED)
 
     async def store_away(self) -> None:
-        """And once more, as a store that has not answered is not called for a while."""
+        """And once more, as a store that has not answered is not called for a while.
+
+        What pushed the second prompt out of the worker may have pushed the first one out of the store.
+        """
         prompts = [await self.pushed_out(), await self.pushed_out()]
         self.store.away = True
         for prompt in prompts:
-            await self.judge(prompt, lambda block: Cause.LOAD_FAILED)
+            stored = [name in self.store.chunks for name in self.names(prompt)]
+            kept = [*stored, False].index(False)
+            await self.judge(prompt, lambda block, kept=kept: Cause.LOAD_FAILED if block < kept else Cause.EVICTED)
         self.store.away = False
 
     async def aborted_store_away(self) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
 from tests.cluster_sim.causes import Injections
 
-_FEW, _MANY = range(2), range(100, 300)
+_FEW, _MANY = range(2), (*range(100, 140), 259)
 
 
-def _run(seeds: range) -> tuple[Counter[tuple[str, str]], list[str], set[str]]:
+def _run(seeds: Iterable[int]) -> tuple[Counter[tuple[str, str]], list[str], set[str]]:
     blocks, errors, scenarios = Counter[tuple[str, str]](), list[str](), {"tail"}
     for seed in seeds:
         world = Injections(seed)
@@ -22,7 +23,7 @@ def _run(seeds: range) -> tuple[Counter[tuple[str, str]], list[str], set[str]]:
     return blocks, errors, scenarios
 
 
-def _check(seeds: range) -> None:
+def _check(seeds: Iterable[int]) -> None:
     blocks, errors, scenarios = _run(seeds)
     totals = Counter[str]()
     for (_, verdict), number in blocks.items():
@@ -39,6 +40,6 @@ def test_every_cause() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_every_cause_with_many_seeds() -> None:
     _check(_MANY)
