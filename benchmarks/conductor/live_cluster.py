@@ -47,9 +47,9 @@ async def _ready(url: str, path: str, ok: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def tanghulu_cluster(
-    folder: Path, policy: str, num_blocks: int, num_conductors: int = 1, *flags: str
+    folder: Path, policy: str, num_blocks: int, num_conductors: int = 1, *flags: str, num_workers: int = 2
 ) -> AsyncIterator[Served]:
-    """A master, two mock workers of ``num_blocks`` blocks without a store, and conductors with ``policy``."""
+    """A master, mock workers of ``num_blocks`` blocks without a store, and conductors with ``policy``."""
     async with contextlib.AsyncExitStack() as stack:
         served = Served([], "mock")
 
@@ -77,7 +77,7 @@ async def tanghulu_cluster(
         memory = str(num_blocks * BLOCK_TOKENS * KV_TOKEN_BYTES)
         engine = ["--engine", "mock", "--model", "mock", "--debug", "mock_timing=gpu-8b", "--kv-memory", memory]
         engine += ["--debug", f"mock_kv_token_bytes={KV_TOKEN_BYTES}", "--no-store", "--max-num-batched-tokens", "8192"]
-        for number in range(2):
+        for number in range(num_workers):
             await start("worker", f"worker-{number}", "--master", master, *engine, *flags)
         for number in range(num_conductors):
             child = await start("conductor", f"conductor-{number}", "--master", master, "--policy", policy)
@@ -121,9 +121,9 @@ def write_model(folder: Path, *, marks_ends: bool = False) -> None:
 
 @contextlib.asynccontextmanager
 async def dynamo_cluster(
-    folder: Path, venv: Path, num_blocks: int, *flags: str, marks_ends: bool = False
+    folder: Path, venv: Path, num_blocks: int, *flags: str, marks_ends: bool = False, num_workers: int = 2
 ) -> AsyncIterator[Served]:
-    """Dynamo's frontend with its KV router and two mockers, all defaults but the size of cache and block.
+    """Dynamo's frontend with its KV router and mockers, all defaults but the size of cache and block.
 
     ``flags`` are the mockers', ``marks_ends`` is of `write_model`.
     """
@@ -136,7 +136,7 @@ async def dynamo_cluster(
     commands = [["dynamo.frontend", "--http-port", str(port), "--router-mode", "kv", *plane]]
     mocker = ["dynamo.mocker", "--model-path", str(folder / "model"), "--model-name", "mock", *plane]
     mocker += ["--num-gpu-blocks-override", str(num_blocks), "--block-size", str(BLOCK_TOKENS), *flags]
-    commands += [mocker, mocker]
+    commands += [mocker] * num_workers
     processes = []
     try:
         for number, command in enumerate(commands):

@@ -1,13 +1,14 @@
-"""How much of the prompts two live mock workers find in their caches, by routing policy, with Dynamo in the same run.
+"""How much of the prompts live mock workers find in their caches, by routing policy, with Dynamo in the same run.
 
 Groups of prompts that share nine tenths come in random order from a few clients at once; the groups' prefixes together
-fill nine tenths of both caches, so a policy that sends a group now here, now there holds it twice and finds little. The
+fill nine tenths of two caches, so a policy that sends a group now here, now there holds it twice and finds little. The
 store is off: what counts is where requests go and what the workers' caches keep. Every run starts from empty caches.
 
     .venv/bin/python -m benchmarks.conductor.live_routing [--policies ttft-min,round-robin] [--dynamo VENV] [--seed 0]
+    .venv/bin/python -m benchmarks.conductor.live_routing --workers 4 --groups 64 --concurrency 16 --requests 800
 
-``--dynamo`` is a virtual environment with ai-dynamo; its frontend (KV router, default settings) and two of its mockers
-then serve the same requests in the same run, with caches of the same size.
+``--dynamo`` is a virtual environment with ai-dynamo; its frontend (KV router, default settings) and as many of its
+mockers then serve the same requests in the same run, with caches of the same size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import tempfile
 import time
@@ -55,11 +57,17 @@ async def send_all(served: Served, load: Load, args: argparse.Namespace) -> dict
         nonlocal cached, total
         for prompt in waiting:
             body = {"model": served.model, "prompt": prompt, "max_tokens": args.output_tokens, "ignore_eos": True}
-            started = time.perf_counter()
-            answer = await http.post(f"{next(frontends)}/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text[:500]
-            ttfts.append(time.perf_counter() - started)
-            usage = answer.json()["usage"]
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            started, usage = time.perf_counter(), {}
+            async with http.stream("POST", f"{next(frontends)}/v1/completions", json=body) as answer:
+                assert answer.status_code == 200, (await answer.aread())[:500]
+                is_first = True
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        if is_first:
+                            ttfts.append(time.perf_counter() - started)
+                            is_first = False
+                        usage = json.loads(line[6:]).get("usage") or usage
             cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             total += usage["prompt_tokens"]
 
@@ -70,7 +78,7 @@ async def send_all(served: Served, load: Load, args: argparse.Namespace) -> dict
     return {
         "cached_share": round(cached / total, 4),
         "mean_s": round(sum(ttfts) / len(ttfts), 4),
-        "p90_s": round(ttfts[int(0.9 * len(ttfts))], 4),
+        "p99_s": round(ttfts[int(0.99 * len(ttfts))], 4),
         "seconds": round(time.perf_counter() - started, 2),
     }
 
@@ -81,13 +89,15 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         for policy in filter(None, args.policies.split(",")):
             (Path(folder) / policy).mkdir()
-            async with tanghulu_cluster(Path(folder) / policy, policy, args.blocks, args.conductors) as served:
+            own = Path(folder) / policy
+            async with tanghulu_cluster(own, policy, args.blocks, args.conductors, num_workers=args.workers) as served:
                 results[policy] = await send_all(served, load, args)
             print(policy, results[policy], flush=True)
         if args.dynamo:
-            async with dynamo_cluster(Path(folder) / "dynamo", args.dynamo, args.blocks) as served:
-                results["dynamo"] = await send_all(served, load, args)
-            print("dynamo", results["dynamo"], flush=True)
+            own = Path(folder) / "dynamo-itself"
+            async with dynamo_cluster(own, args.dynamo, args.blocks, num_workers=args.workers) as served:
+                results["dynamo-itself"] = await send_all(served, load, args)
+            print("dynamo-itself", results["dynamo-itself"], flush=True)
     return results
 
 
@@ -95,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default="ttft-min,dynamo,linear,round-robin")
     parser.add_argument("--dynamo", type=Path, help="a virtual environment with ai-dynamo")
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--conductors", type=int, default=1, help="requests alternate between so many")
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -106,7 +117,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     results = asyncio.run(measure(args))
-    keep("live_routing", [{"router": name} | figures for name, figures in results.items()], seed=args.seed)
+    keep(
+        f"live_routing_{args.workers}",
+        [{"router": name} | figures for name, figures in results.items()],
+        seed=args.seed,
+    )
 
 
 if __name__ == "__main__":
