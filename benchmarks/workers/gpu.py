@@ -139,7 +139,7 @@ class DictStore:
     def __init__(self) -> None:
         self.chunks: dict[bytes, np.ndarray] = {}
 
-    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview], from_ssd: set[BlockHash]) -> int:
         for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
             if block_hash not in self.chunks:
                 return count
