@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from tanghulu.workers.compute.device import CpuFeatures
 
@@ -23,4 +25,15 @@ CPUS = {name: CpuFeatures.of(flags.split()) for name, flags in FLAGS.items()}
 CPUS["sse2"] = replace(CPUS["sse2"], has_fbgemm=False)
 CPUS["no-libraries"] = CpuFeatures(native_bfloat16=False, has_fbgemm=False, has_onednn=False)
 
-each_cpu = pytest.mark.parametrize("cpu", list(CPUS.values()), ids=list(CPUS))
+#: torch packs bfloat16 for oneDNN only on CPUs with AVX512, or with AVX2's conversions.
+PACKS_BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="hardware: oneDNN packs no bfloat16 on this CPU"
+)
+
+
+def on_cpu(name: str, *values: Any) -> Any:
+    """Return the parameters of a test that computes as on the CPU of this name, where this one can."""
+    return pytest.param(*values, marks=PACKS_BFLOAT16 if CPUS[name].native_bfloat16 else ())
+
+
+each_cpu = pytest.mark.parametrize("cpu", [on_cpu(name, cpu) for name, cpu in CPUS.items()], ids=list(CPUS))

@@ -26,7 +26,7 @@ from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
-from tests.workers.cpus import CPUS
+from tests.workers.cpus import CPUS, on_cpu
 from tests.workers.tiny import request, run_all, runner_of
 from tests.workers.ways import WAYS, Served
 
@@ -188,7 +188,7 @@ def test_greedy_text_equals_transformers(core: EngineCore, tokenizer: Tokenizer,
     [
         (torch.float32, 1e-4, CPUS["avx512"]),
         (torch.bfloat16, 0.03, CPUS["avx512"]),
-        (torch.bfloat16, 0.03, CPUS["avx512_bf16"]),
+        on_cpu("avx512_bf16", torch.bfloat16, 0.03, CPUS["avx512_bf16"]),
     ],
     ids=["float32", "bfloat16-in-float32", "bfloat16"],
 )

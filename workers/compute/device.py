@@ -31,7 +31,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 class CpuFeatures:
     """Criteria for the arithmetic on a CPU: its instructions, and the libraries of torch that run on it.
 
-    Every choice works on every CPU whose torch has the library: missing instructions are emulated, which is slow.
+    Float32 works on every CPU whose torch has the library. oneDNN packs bfloat16 only with AVX512, or with AVX2's
+    conversions, and emulates the products of those that have no instructions for them, which is slow.
     """
 
     #: It multiplies bfloat16 in hardware (AVX512-BF16, AMX).

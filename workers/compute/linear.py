@@ -44,6 +44,9 @@ _NEGLIGIBLE = 2.0**-36
 #: cheap.
 INVARIANT_ROWS = 16
 INVARIANT_ROWS_ON_GPU = 128
+#: Half form then gets multiples of as many rows as FBGEMM's kernel for AVX2 takes at once: what is left of other
+#: numbers goes to kernels of which those for one and two rows sum in other orders.
+_HALF_ROWS = 6
 
 _Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -165,22 +168,22 @@ def _product(weight: torch.Tensor, arithmetic: Arithmetic) -> _Product:
     cpu, on_cpu = arithmetic.cpu, weight.device.type == "cpu"
     if on_cpu:
         half = _half(weight) if weight.dtype is torch.float32 and cpu.has_fbgemm else None
-        if half is not None:  # FBGEMM sums every row alike, for any number of rows
-            return half
+        if half is not None:
+            return replace(half, multiply=_filled(half.multiply, _HALF_ROWS)) if arithmetic.invariant else half
     product = _packed(weight) if on_cpu and cpu.has_onednn else _Product(lambda inputs: F.linear(inputs, weight))
     if not arithmetic.invariant:
         return product
     return replace(product, multiply=_in_tiles(product.multiply, INVARIANT_ROWS if on_cpu else INVARIANT_ROWS_ON_GPU))
 
 
+def _filled(multiply: _Multiply, num_rows: int) -> _Multiply:
+    """Return ``multiply`` with rows of zeros behind the inputs, up to a multiple of ``num_rows``."""
+    return lambda inputs: multiply(F.pad(inputs, (0, 0, 0, -len(inputs) % num_rows)))[: len(inputs)]
+
+
 def _in_tiles(multiply: _Multiply, num_rows: int) -> _Multiply:
     """Return ``multiply`` in calls of ``num_rows`` rows, the last one filled: the kernel is always the same."""
-
-    def in_tiles(inputs: torch.Tensor) -> torch.Tensor:
-        filled = F.pad(inputs, (0, 0, 0, -len(inputs) % num_rows))
-        return torch.cat([multiply(tile) for tile in torch.split(filled, num_rows)])[: len(inputs)]
-
-    return in_tiles
+    return _filled(lambda rows: torch.cat([multiply(tile) for tile in torch.split(rows, num_rows)]), num_rows)
 
 
 def _half(weight: torch.Tensor) -> _Product | None:

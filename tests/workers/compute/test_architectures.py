@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.session.sampling import Sampling
 from tanghulu.workers.compute.attention.backends import AttentionNeeds, can
-from tanghulu.workers.compute.device import CPU, this_cpu
+from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.forward_batch import (
     DecodeShape,
     SequenceChunk,
@@ -34,6 +34,7 @@ from tanghulu.workers.loading.invariance import require_invariance
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.hf_config import config_from_hf
 from tanghulu.workers.weights.source import fingerprint
+from tests.workers.cpus import CPUS
 from tests.workers.tiny import BLOCK, VOCAB, engine, request, run_all
 from tests.workers.ways import WAYS, Served
 
@@ -244,7 +245,7 @@ class TestGroupedExperts:
         gate_up = torch.randn(7, 2 * 16, 24, generator=generator).to(dtype)
         down = torch.randn(7, 24, 16, generator=generator).to(dtype)
         rows = torch.randn(num_rows, 24, generator=generator).to(dtype)
-        arithmetic = Arithmetic(this_cpu(), dtype, dtype)
+        arithmetic = Arithmetic(CPUS["no-libraries"], dtype, dtype)
         pairs = zip(gate_up, down, strict=True)
         loop = SeparateExperts(
             [GatedMlp(*(Linear(each, arithmetic=arithmetic) for each in pair), F.silu) for pair in pairs]

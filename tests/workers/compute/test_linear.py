@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tanghulu.workers.compute import linear
 from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.linear import Arithmetic, Linear
-from tests.workers.cpus import CPUS, each_cpu
+from tests.workers.cpus import CPUS, PACKS_BFLOAT16, each_cpu, on_cpu
 
 HALF = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM, which half form needs"
@@ -120,7 +120,7 @@ WAYS = {
 
 
 @HALF
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [on_cpu(name, name) for name in WAYS])
 def test_which_way_each_cpu_takes_for_each_number_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Published in bfloat16, asked for as that."""
     taken: list[str] = []
@@ -154,6 +154,7 @@ def test_two_forms_are_as_large_as_float32_and_one_is_half_of_it() -> None:
     assert without == without.in_one_form(), "without half form packed bfloat16 is the fastest for all"
 
 
+@PACKS_BFLOAT16
 def test_a_weight_that_is_not_finite_has_both_forms() -> None:
     weight = _weight(8, 8, 1, torch.bfloat16)
     weight[3, 4] = float("inf")
