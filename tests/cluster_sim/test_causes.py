@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster_sim.causes import Injections
 
-_FEW, _MANY = range(2), (*range(100, 140), 259)
+_FEW, _MANY = range(2), (*range(100, 120), 259)
 
 
 def _run(seeds: Iterable[int]) -> tuple[Counter[tuple[str, str]], list[str], set[str]]:
