@@ -42,6 +42,7 @@ from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier, open_tier
 from tanghulu.store.node.state.chunk_table import Published
+from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
@@ -56,7 +57,7 @@ from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.types import Address, InstanceId, LeaseId, Place, Role
+from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Place, Role
 from tests.virtual.loop import HOST, PID, Network, Pipe, on_host
 
 MASTER = Address("master", 1)
@@ -356,6 +357,14 @@ class SimNode(SimProcess):
         """The keys of what the node has to give, in memory and on its disk."""
         chunks = self.state.chunks
         return {chunk.key for chunk in chunks.table if chunk.is_live} | {entry.key for entry in chunks.tier.entries()}
+
+    def find(self, key: str) -> Holding | None:
+        """The node's chunk of ``key``, in memory or on its disk."""
+        return self.state.chunks.find(ChunkKey(key)) or self.state.chunks.find_below(ChunkKey(key))
+
+    def remembers_removal(self, key: str) -> bool:
+        """Whether this node, alive, would tell a new master that a client has removed ``key``."""
+        return self.alive and any(removal.key == key for removal in self.state.reports._deleted)
 
 
 def _at_once(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -17,7 +17,6 @@ from tanghulu.store.master.directory.ranges import RangeDirectories
 from tanghulu.store.protocol.announcements import AnnounceReply, NodeAnnouncement
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
-from tanghulu.types import ChunkKey
 
 #: The node of what was removed on a client's order, wherever it is.
 _EVERYWHERE = ""
@@ -91,8 +90,7 @@ class DeniedChunks:
             known = directory.instance(node.id)
             if not node.alive or known is None or known.generation != node.generation:
                 continue
-            chunks = node.state.chunks
-            chunk = chunks.find(ChunkKey(key)) or chunks.find_below(ChunkKey(key))
+            chunk = node.find(key)
             if chunk is None or node.state.reports.is_unconfirmed(chunk):
                 continue
             one = (key, chunk.version)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 FAULTS = ("crash", "cut", "cut", "isolate", "slow", "tear", "tear", "master", "kill", "kill", "mend")
 #: Disturbances after which chunks move from node to node, and nothing is lost.
@@ -128,6 +129,7 @@ class KeyLife:
     removes_land_s: float = 0.0  # until then one that failed may still be on its way
     removed_s: float | None = None  # of the last remove that returned
     gone_s: float | None = None  # of one beside which, and after which, nobody put it
+    removed_by: list[Any] = field(default_factory=list)  # the simulated nodes that made the last remove that returned
     puts_begun: int = 0
     put_since_remove: bool = False  # or at the same time
     puts_open: int = 0

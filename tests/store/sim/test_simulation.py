@@ -33,7 +33,7 @@ from tests.store.sim.plan import Plan
 from tests.store.sim.world import World
 
 #: Seeds that once failed.
-PAST_FAILURES = (6, 43, 62, 1_200_475, 1_300_173)
+PAST_FAILURES = (6, 43, 62, 400_457, 1_200_475, 1_300_173)
 #: Mutations are looked for in so many lives at most: where values crowd
 #: each other out, where holders come and go, where they are cut off,
 #: where masters follow one another.

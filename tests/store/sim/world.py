@@ -465,6 +465,7 @@ class World:
                 ended(removed is True or self.plan.orderly)  # else it may be on a node that no master knows now
                 if removed:
                     life.removed_s = self.loop.time()
+                    life.removed_by = [node for node in self.nodes.values() if node.remembers_removal(key)]
                 elif removed is False and is_there and self.plan.orderly and not self._makes_room:
                     assert life.removes_begun > before + 1, f"{key} was put, and nobody but this client removes it"
 
@@ -550,7 +551,18 @@ class World:
                 except ChunkNotFound:
                     assert not holders, f"{key} is on {[h.host for h in holders]} and was not found"
                 # Of several puts, an older one may come back with a node that the master had taken for dead.
-                if life.gone_s is not None and len(life.values) == 1:
+                if life.gone_s is not None and len(life.values) == 1 and not self._is_forgotten(life, key, holders):
                     assert not holders, f"{key} was removed at {life.gone_s:.2f} and is back"
         finally:
             await client.close()
+
+    def _is_forgotten(self, life: KeyLife, key: str, holders: list[SimNode]) -> bool:
+        """Whether all who knew of the removal of ``key`` have died: its master, and the nodes that made it.
+
+        Then a holder that was cut off meanwhile brings it back (docs/tiers.md).
+        """
+        assert life.gone_s is not None
+        if self.restarted_master_s <= life.gone_s or any(node.alive for node in life.removed_by):
+            return False
+        found = [chunk for node in holders if (chunk := node.find(key))]
+        return not any(each.core.directory.is_entombed(key, chunk.version) for each in self.masters for chunk in found)
