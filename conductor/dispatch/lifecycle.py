@@ -301,7 +301,7 @@ class Flight:
             return self._on_trouble(output)
         if output.tokens and self.scoring is not None:
             return self.fail(NodeUnavailable(f"worker {self.worker} gives no log probabilities of prompts"))
-        is_late = finish is not None and self.counts_late and self.num_submissions == 1
+        is_late = finish is not None and (self.counts_late or output.loads) and self.num_submissions == 1
         if is_late or (self.cached_tokens is None and (output.tokens or finish is not None)):
             self.cached_tokens, self.loads = output.cached_tokens, output.loads
         instructions = self._take(output)

@@ -84,8 +84,8 @@ class Output(Struct, array_like=True, gc=False):
     ``request_id`` names one submission of the request to one worker. ``failure`` comes with ERROR, ``stop_token`` with
     STOP: the token that ended it. ``source`` comes with HANDED_OVER, and alone during the prefill: its KV can be read
     as far as it is computed. ``cached_tokens`` of the prompt were found in the worker's cache or fetched instead of
-    computed; ``loads``, with the first token, are those that were fetched. ``phases`` come with the first token and
-    with the last.
+    computed; ``loads``, with the first token or the last, are those that were fetched. ``phases`` come with the first
+    token and with the last.
     """
 
     request_id: RequestId

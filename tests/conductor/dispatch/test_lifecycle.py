@@ -26,7 +26,7 @@ from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, RequestKillsWorkers, TransferFailed
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
 from tanghulu.rpc.wire import Failure
-from tanghulu.session.outputs import FinishReason, KvSource, Output
+from tanghulu.session.outputs import FinishReason, KvLoad, KvSource, Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Fingerprint, InstanceId, RequestId
 
@@ -80,6 +80,21 @@ def test_one_worker_does_the_whole():
     done = say(flight, 13, finish=FinishReason.STOP, stop_token=13)
     assert done == [DeliverTokens([13], [], True), End(FinishReason.STOP, None, 13)]
     assert (flight.state, flight.cached_tokens, flight.generated) == (FlightState.FINISHED, 4, [11, 12, 13])
+
+
+def test_loads_that_are_known_at_the_end_correct_what_was_cached():
+    flight, load = make(), KvLoad("store", 2, "TRANSFER_FAILED")
+    flight.submit(P, P)
+    say(flight, 11, cached_tokens=4)
+    say(flight, 12, finish=FinishReason.LENGTH, cached_tokens=3, loads=[load])
+    assert (flight.cached_tokens, flight.loads) == (3, [load])
+    moved = make()
+    moved.submit(P, P)
+    say(moved, 11, cached_tokens=4)
+    moved.on_worker_lost(GONE, Loss.DEATH)
+    moved.submit(D, D)
+    say(moved, 12, finish=FinishReason.LENGTH, cached_tokens=3, loads=[load])
+    assert (moved.cached_tokens, moved.loads) == (4, []), "the first worker's"
 
 
 def test_kv_is_handed_over():

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tanghulu.engines.common.requests import Block, LoadJob, PendingSaves, RequestBook, SaveJob
+from tanghulu.engines.common.requests import Block, Loaded, LoadJob, PendingSaves, RequestBook, SaveJob
 
 BLOCK_TOKENS, NUM_RANKS, BLOCK_BYTES = 4, 2, 10
 
@@ -78,6 +78,10 @@ def test_what_failed_to_load_is_saved_again_and_not_loaded_again():
     assert job is not None
     assert [block.block_id for block in job.blocks] == [11, 12, 13]
     assert book.may_load("r", 1), "preempted: its blocks are lost, and the store may have them"
+    book.match("r", 17, 0, 4)
+    book.allocate("r", 16, names(4), [20, 21, 22, 23])
+    book.load_ended("r", set())
+    assert book.leave("r") == Loaded(ordered=16, arrived=4), "before it ran for the first time"
 
 
 def test_a_request_that_leaves_in_a_load_is_waited_for():

@@ -105,7 +105,7 @@ class _Scene:
 
 def output(*tokens: int, finish: str | None = None) -> Any:
     one = SimpleNamespace(token_ids=list(tokens), finish_reason=finish, logprobs=None)
-    return SimpleNamespace(outputs=[one], num_cached_tokens=0)
+    return SimpleNamespace(outputs=[one], num_cached_tokens=0, kv_transfer_params=None)
 
 
 @pytest.fixture

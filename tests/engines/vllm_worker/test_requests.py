@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from tanghulu.engines.common.requests import REPORT_LOADS
 from tanghulu.engines.vllm_worker.requests import VllmRequest, VllmRequestFactory, output_of
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens, vllm_chain_hashes, vllm_root_hash, vllm_salt
 from tanghulu.session.messages import Submit
-from tanghulu.session.outputs import FinishReason, KvSource, TokenLogprobs
+from tanghulu.session.outputs import FinishReason, KvLoad, KvSource, TokenLogprobs
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import InstanceId, RequestId
 
@@ -24,9 +25,12 @@ def submit(tokens: list[int], num_prompt: int | None = None, **fields: Any) -> S
     return Submit(RequestId("r"), as_tokens(tokens).tobytes(), num_prompt, **rules)
 
 
-def output(tokens: list[int], finish: str | None = None, logprobs: Any = None, cached: int = 0) -> Any:
+def output(
+    tokens: list[int], finish: str | None = None, logprobs: Any = None, cached: int = 0, loaded: Any = None
+) -> Any:
     one = SimpleNamespace(token_ids=tokens, finish_reason=finish, logprobs=logprobs)
-    return SimpleNamespace(outputs=[one], num_cached_tokens=cached)
+    told = None if loaded is None else {REPORT_LOADS: loaded}
+    return SimpleNamespace(outputs=[one], num_cached_tokens=cached, kv_transfer_params=told)
 
 
 def test_a_prompt_with_its_names_and_salt():
@@ -123,6 +127,28 @@ def test_outputs_and_ends():
             output_of(request(), output([], given_up))
 
 
+def test_loads_are_asked_for_where_there_is_a_store():
+    assert "extra_args" not in FACTORY.request(submit([1])).sampling
+    stored = VllmRequestFactory(block_tokens=4, has_store=True).request(submit([1]))
+    assert stored.sampling["extra_args"] == {"kv_transfer_params": {REPORT_LOADS: True}}
+
+
+@pytest.mark.parametrize(
+    ("cached", "loaded", "told"),
+    [
+        (12, None, (12, [])),
+        (12, [8, 8], (12, [KvLoad("store", 8)])),
+        (12, [8, 4], (8, [KvLoad("store", 4, "TRANSFER_FAILED")])),  # vLLM counts what did not arrive
+        (12, [8, 0], (4, [KvLoad("store", 0, "TRANSFER_FAILED")])),
+        (0, [8, 0], (0, [KvLoad("store", 0, "TRANSFER_FAILED")])),  # it had nothing, and has begun anew
+    ],
+)
+def test_what_was_loaded_and_what_was_lost(cached, loaded, told):
+    request = FACTORY.request(submit(list(range(13))))
+    made = output_of(request, output([5], "length", cached=cached, loaded=loaded))
+    assert (made.cached_tokens, made.loads) == told
+
+
 def test_logprobs_are_told_token_by_token_and_best_first():
     found = [
         {5: SimpleNamespace(logprob=-2.0, rank=3), 8: SimpleNamespace(logprob=-0.5, rank=1)},
@@ -136,7 +162,7 @@ def test_logprobs_are_told_token_by_token_and_best_first():
 
 
 def test_a_prefill_alone_is_one_token_and_a_source_is_where_the_prompt_came_from():
-    handing = VllmRequestFactory(block_tokens=4, hands_over=True)
+    handing = VllmRequestFactory(block_tokens=4, has_store=True)
     stop = StopRule(max_new_tokens=10, min_tokens=5)
     made = handing.request(submit([1, 2, 3, 4, 5], hand_over=True, stop=stop))
     assert (made.hand_over, made.sampling["max_tokens"], made.sampling["min_tokens"]) == (True, 1, 1)

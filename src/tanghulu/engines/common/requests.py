@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+#: Among the transfer parameters of a request that wants to know, at its end, what was loaded for it (`Loaded`).
+REPORT_LOADS = "tanghulu_report_loads"
+
 
 class Block(NamedTuple):
     """A block of an engine's cache: its name and its index."""
@@ -145,6 +148,13 @@ class LoadJob:
     blocks: tuple[Block, ...]
 
 
+class Loaded(NamedTuple):
+    """Tokens of a prompt whose load was ordered, and of the leading ones among them that arrived."""
+
+    ordered: int
+    arrived: int
+
+
 @dataclass(slots=True)
 class _Request:
     state: RequestState = RequestState.WAITING
@@ -153,6 +163,7 @@ class _Request:
     num_computed: int = 0  # of those, the engine's own
     num_saved: int = 0  # earlier blocks are in the store, or were given to it
     loading: tuple[Block, ...] = ()
+    loaded: Loaded | None = None  # the first time
 
 
 class RequestBook:
@@ -217,6 +228,9 @@ class RequestBook:
         """Note the end of a load; the blocks from the first bad one on are computed, and then saved."""
         request = self._requests[request_id]
         bad = [index for index, block in enumerate(request.loading) if block.block_id in bad_block_ids]
+        if request.loaded is None:
+            arrived = bad[0] if bad else len(request.loading)
+            request.loaded = Loaded(len(request.loading) * self._block_tokens, arrived * self._block_tokens)
         if bad:
             request.num_saved = min(request.num_saved, request.num_computed + bad[0])
         request.loading = ()
@@ -233,9 +247,11 @@ class RequestBook:
         request.num_saved = max(request.num_saved, num_full)
         return self.saves.order(fresh) if fresh else None
 
-    def leave(self, request_id: str) -> None:
-        """Note that the engine ended the request, or its client disconnected."""
+    def leave(self, request_id: str) -> Loaded | None:
+        """Note that the engine ended the request, or its client disconnected; return what was loaded before it ran."""
+        loaded = self._requests[request_id].loaded
         self._move(request_id, RequestEvent.LEAVE)
+        return loaded
 
     def check(self) -> None:
         self.saves.check()

@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 
 from tanghulu.engines.common.names import block_keys
 from tanghulu.engines.common.options import ConnectorOptions
-from tanghulu.engines.common.requests import LoadJob, PendingSaves, RequestBook, SaveJob
+from tanghulu.engines.common.requests import REPORT_LOADS, Loaded, LoadJob, PendingSaves, RequestBook, SaveJob
 from tanghulu.engines.common.transfers import NUM_SAVE_THREADS, BlockMemory, Ended, PrefixLookup, Transfers, Wait
 from tanghulu.engines.vllm.cache_memory import memory_of
 from tanghulu.engines.vllm.facts import fingerprint_of, refuse_what_cannot_work
@@ -136,8 +136,9 @@ class TanghuluConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Drop the request; its blocks may be freed at once, as those being saved are pinned."""
-        self.scheduler.leave(request.request_id)
-        return False, None
+        loaded = self.scheduler.leave(request.request_id)
+        reports = loaded is not None and REPORT_LOADS in (request.kv_transfer_params or {})
+        return False, {REPORT_LOADS: loaded} if reports else None
 
     def has_pending_push_work(self) -> bool:
         """Return whether the engine must keep stepping, as unacknowledged saves would stay pinned while it is idle."""
@@ -261,11 +262,11 @@ class SchedulerSide:
             freed = self.book.saves.acknowledge(job_id, num_ranks)
             self.pool.free_blocks([self.pool.blocks[block_id] for block_id in reversed(freed)])
 
-    def leave(self, request_id: str) -> None:
-        """Drop an ended request."""
+    def leave(self, request_id: str) -> Loaded | None:
+        """Drop an ended request; return what was loaded for it."""
         self.requests.pop(request_id, None)
         self.lookup.forget(request_id)
-        self.book.leave(request_id)
+        return self.book.leave(request_id)
 
     def close(self) -> None:
         _log.info("tanghulu: calls of the store: %s", dict(self._store.counts))

@@ -295,7 +295,7 @@ class VllmEngine:
         await self._stored(request.block_hashes)
         name = request.request_id
         self._handed.append(KvExport(name, name, num_tokens=len(request.tokens)))
-        return Output(name, finish=FinishReason.HANDED_OVER, cached_tokens=last.cached_tokens)
+        return Output(name, finish=FinishReason.HANDED_OVER, cached_tokens=last.cached_tokens, loads=last.loads)
 
     def _ended(self, request_id: RequestId) -> None:
         self._tasks.pop(request_id, None)

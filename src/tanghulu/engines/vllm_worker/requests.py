@@ -13,10 +13,11 @@ from typing import Any
 
 import xxhash
 
-from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.engines.common.requests import REPORT_LOADS
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TransferFailed
 from tanghulu.hashing import VLLM_SHA256_CBOR, TokenSequence, as_tokens, root_hash, vllm_salt
 from tanghulu.session.messages import PullAhead, Submit
-from tanghulu.session.outputs import FinishReason, KvSource, Output, TokenLogprobs
+from tanghulu.session.outputs import FinishReason, KvLoad, KvSource, Output, TokenLogprobs
 from tanghulu.session.sampling import MAX_ENGINE_SEED, VLLM_GRAMMARS, Sampling, engine_terms
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 
@@ -49,7 +50,7 @@ class VllmRequestFactory:
 
     ``by_priority``: vLLM's scheduler uses priorities. Without ``keeps_seeds`` vLLM draws without seeds: its engine for
     CPUs (0.32) ends at a seed of a prompt that takes more than one step ("CPU Generator does not use offset").
-    ``hands_over``: prefill-only requests are accepted, and requests whose prompt another worker left in the store; a
+    ``has_store``: prefill-only requests are accepted, and requests whose prompt another worker left in the store; a
     ``source`` names that worker, which is not contacted.
     """
 
@@ -59,19 +60,21 @@ class VllmRequestFactory:
         *,
         by_priority: bool = False,
         keeps_seeds: bool = True,
-        hands_over: bool = False,
+        has_store: bool = False,
         naming_key: bytes = b"",
     ) -> None:
         self._block_tokens = block_tokens
-        self._hands_over = hands_over
+        self._has_store = has_store
         self._naming_key = naming_key
         self._by_priority = by_priority
-        self._keeps_seeds = keeps_seeds
+        self._always: dict[str, Any] = {} if keeps_seeds else {"seed": None}
+        if has_store:
+            self._always["extra_args"] = {"kv_transfer_params": {REPORT_LOADS: True}}
 
     def request(self, submit: Submit) -> VllmRequest:
         """Make the request; raises InvalidRequest for one that vLLM does not support, NodeUnavailable for one that
         another worker could take."""
-        if not self._hands_over and (submit.hand_over or submit.source is not None):
+        if not self._has_store and (submit.hand_over or submit.source is not None):
             raise InvalidRequest("this vLLM worker has no store to hand prompts over; start it without --no-store")
         submit.sampling.validate()
         submit.stop.validate()
@@ -88,7 +91,7 @@ class VllmRequestFactory:
             tokens=sequence.tokens.tolist(),
             num_prompt_tokens=num_prompt,
             block_hashes=sequence.block_hashes,
-            sampling=_sampling(submit, num_generated) | ({} if self._keeps_seeds else {"seed": None}),
+            sampling=_sampling(submit, num_generated) | self._always,
             grammar=_grammar(submit.sampling, num_generated),
             cache_salt=vllm_salt(submit.salt, self._naming_key),
             priority=-submit.priority if self._by_priority else 0,  # vLLM's lower numbers go first
@@ -141,7 +144,14 @@ def output_of(request: VllmRequest, output: Any) -> Output:
         if finish is None or (finish is FinishReason.STOP and not tokens):
             raise NodeUnavailable(f"vLLM ended request {request.request_id} early: {one.finish_reason}")
     made = Output(request.request_id, tokens, finish)
-    made.cached_tokens = min(output.num_cached_tokens or 0, request.num_prompt_tokens)
+    num_cached = output.num_cached_tokens or 0
+    loaded = (output.kv_transfer_params or {}).get(REPORT_LOADS)
+    if loaded is not None:
+        ordered, arrived = loaded
+        if num_cached >= ordered:  # vLLM (0.32) counts blocks whose load failed, unless it begins anew
+            num_cached -= ordered - arrived
+        made.loads = [KvLoad("store", arrived, "" if arrived == ordered else TransferFailed.code)]
+    made.cached_tokens = min(num_cached, request.num_prompt_tokens)
     if finish is FinishReason.STOP:
         made.stop_token = tokens[-1]
     if one.logprobs:

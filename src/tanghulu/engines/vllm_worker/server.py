@@ -113,7 +113,7 @@ class VllmWorkerServer(SessionWorker):
             facts.block_tokens,
             by_priority=loaded.by_priority,
             keeps_seeds=not loaded.on_cpu,
-            hands_over=config.store,
+            has_store=config.store,
             naming_key=self._secret.naming_key,
         )
         self._metrics = WorkerMetrics(process.registry, facts, facts.num_blocks)
