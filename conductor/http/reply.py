@@ -93,13 +93,16 @@ def _prompt_named(body: Body) -> Iterator[None]:
 
 
 def note_sender(body: RoutedBody, request: Request) -> None:
-    """Record the owner of ``body``."""
+    """Record the owner of ``body``, and the headers that stand for fields of it. Raises InvalidRequest."""
     state = request.scope.get("state", {})
     origin = None
     if "trace" in state:
         origin = Origin(state["x_request_id"], state["trace"], state["began_s"], time.monotonic())
     body.came_from(_sender(request), state.get("api_key"), origin)
-    if request.headers.get("x-explain-cache") == "1":
+    wanted = request.headers.get("x-explain-cache", "0")
+    if wanted not in ("0", "1"):
+        raise InvalidRequest(f"header x-explain-cache is {wanted[:64]!r}; send 1 for an explanation, or leave it out")
+    if wanted == "1":
         body.explain_cache = True
 
 

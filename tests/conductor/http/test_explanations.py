@@ -50,6 +50,15 @@ async def test_an_answer_explains_its_prompt_if_asked(cluster, path):
         assert (runs[0]["source"], runs[-1]["cause"]) == ("worker", "tail")
 
 
+async def test_a_header_that_is_neither_0_nor_1_is_rejected(cluster):
+    await cluster.add()
+    body = body_of("/v1/completions", RULES)
+    assert (await cluster.http.post("/v1/completions", json=body, headers={"x-explain-cache": "0"})).status_code == 200
+    answer = await cluster.http.post("/v1/completions", json=body, headers={"x-explain-cache": "true"})
+    assert answer.status_code == 400
+    assert "header x-explain-cache is 'true'" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("usage", [False, True])
 async def test_a_stream_explains_it_in_its_last_chunk(cluster, usage):
     await cluster.add()
