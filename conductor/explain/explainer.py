@@ -355,6 +355,8 @@ class _Causes:
 
     def _vanished(self, holder: InstanceId | str) -> Run:
         """Return the cause of a block that was not where it was said to be."""
+        if self._evicted_run is not None:
+            return self._evicted_run
         gone_s = self._explainer.fates.gone_s(InstanceId(holder))
         if gone_s is not None and gone_s >= self._asked.at_s:
             return _went_away(holder, self._now_s - gone_s)

@@ -223,17 +223,34 @@ def _without_peers(load):
 
 async def test_what_the_store_has_evicted():
     cluster = Explained(num_workers=1, num_blocks=20)
-    cluster.runs(prompt_of(1, 640))
-    sequence = cluster.model.empty_sequence(b"")
-    sequence.append(as_tokens(prompt_of(1, 640)))
-    keys = tuple(kv_chunk_key(cluster.model.card.fingerprint, name, 0) for name in sequence.block_hashes)
-    mirror = cluster.dispatcher.mirror
-    mirror.directory_event(DirectoryEvent(1, DirectoryEventKind.STORED, "node-1", keys))
-    cluster.runs(prompt_of(2, 1270))
-    mirror.directory_event(DirectoryEvent(1, DirectoryEventKind.REMOVED, "node-1", keys))
+    keys = _only_in_store(cluster, prompt_of(1, 640))
+    cluster.dispatcher.mirror.directory_event(DirectoryEvent(1, DirectoryEventKind.REMOVED, "node-1", keys))
     evicted, _ = cluster.runs(prompt_of(1, 640))
     assert evicted[:3] == ("evicted", 576, True)
     assert (evicted[3]["where"], evicted[3]["tier"]) == ("node-1", "store")
+
+
+async def test_blocks_behind_an_evicted_one_are_evicted():
+    """The first five leave the store once the request is routed, and nobody knows why the others were not loaded."""
+    cluster = Explained(num_workers=1, num_blocks=20)
+    keys = _only_in_store(cluster, prompt_of(1, 640))
+    story = cluster.start(prompt_of(1, 640))
+    cluster.dispatcher.mirror.directory_event(DirectoryEvent(1, DirectoryEventKind.REMOVED, "node-1", keys[:5]))
+    cluster.time.run()
+    evicted, _ = story.explanation.shown(Audience.ADMIN)["runs"]
+    assert (evicted["cause"], evicted["tokens"], evicted["certain"]) == ("evicted", 576, True)
+    assert evicted["detail"]["where"] == "node-1"
+
+
+def _only_in_store(cluster: Explained, prompt):
+    """Serve ``prompt``, store it, and push it out of the worker's cache; returns its keys."""
+    cluster.runs(prompt)
+    sequence = cluster.model.empty_sequence(b"")
+    sequence.append(as_tokens(prompt))
+    keys = tuple(kv_chunk_key(cluster.model.card.fingerprint, name, 0) for name in sequence.block_hashes)
+    cluster.dispatcher.mirror.directory_event(DirectoryEvent(1, DirectoryEventKind.STORED, "node-1", keys))
+    cluster.runs(prompt_of(2, 1270))
+    return keys
 
 
 async def test_a_forgotten_prompt_leaves_nothing_certain():

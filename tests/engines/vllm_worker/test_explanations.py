@@ -16,7 +16,7 @@ from tests.engines.vllm_worker.conftest import BLOCK_TOKENS, FURTHER, Served, ev
 from tests.store.cluster import Cluster
 from tests.store.fault_tools import stopped
 
-pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.engine_vllm, pytest.mark.slow, pytest.mark.by_hand, pytest.mark.timeout(3000)]
 #: A worker's cache: 40 blocks of 64 tokens, each with two vectors of 192 float32 in each of 30 layers.
 CACHE_BLOCKS = 40
 CACHE_BYTES = CACHE_BLOCKS * BLOCK_TOKENS * 30 * 2 * 192 * 4
@@ -37,10 +37,13 @@ class Explained:
         self._number += 1
         return random.Random(self._number).choices(range(1000, 40_000), k=num_tokens)
 
+    def route(self, prompt: list[int]) -> dict[str, Any]:
+        """Return what the conductor knows of ``prompt``."""
+        answer: dict[str, Any] = self.served.http.post("/route", json={"prompt": prompt}).json()
+        return answer
+
     def workers(self, prompt: list[int]) -> dict[str, dict[str, Any]]:
-        """Return what the conductor knows of each worker and ``prompt``."""
-        answer = self.served.http.post("/route", json={"prompt": prompt})
-        return {each["id"]: each for each in answer.json()["workers"]}
+        return {each["id"]: each for each in self.route(prompt)["workers"]}
 
     def name(self, worker: int) -> str:
         return self.served.workers[worker].name
@@ -61,9 +64,11 @@ class Explained:
         while self.workers(prompt)[self.name(0)]["hit_blocks"]:
             self.ask(self.prompt((CACHE_BLOCKS - 4) * BLOCK_TOKENS))
 
-    def forget_in_store(self) -> None:
+    def forget_in_store(self, prompt: list[int]) -> None:
+        """Remove everything, and wait until the conductor has heard of it."""
         with tanghulu.connect(self.served.store.address) as client:
             client.remove_matching("^kv/")
+        eventually(lambda: not self.route(prompt)["hit_blocks"]["store"])
 
 
 def brief(runs: Runs) -> list[tuple[str, int]]:
@@ -110,7 +115,7 @@ def test_evicted_from_a_small_cache(cluster: Explained) -> None:
     prompt = cluster.prompt()
     cluster.ask(prompt)
     cluster.push_out(prompt)
-    cluster.forget_in_store()
+    cluster.forget_in_store(prompt)
     runs = cluster.ask(prompt)
     assert certain(runs) == {"evicted": NAMED_TOKENS, "tail": 10}, runs
 
@@ -139,7 +144,7 @@ def test_a_part_that_is_gone_when_it_is_loaded(cluster: Explained) -> None:
 def test_a_worker_that_was_killed(cluster: Explained) -> None:
     prompt, holder = cluster.prompt(), cluster.name(0)
     cluster.ask(prompt)
-    cluster.forget_in_store()
+    cluster.forget_in_store(prompt)
     cluster.served.workers[0].kill()
     eventually(lambda: holder not in cluster.workers(prompt))
     run, _ = cluster.ask(prompt, 1)
