@@ -19,6 +19,9 @@ COVERAGE_TESTS ?= tests/auth tests/discovery tests/rpc $(addprefix tests/conduct
 IN_PROCESS := tests/cluster_sim tests/store/sim tests/transfer_engine/sim tests/store/master/test_range_election.py \
   tests/conductor/http/test_openapi.py tests/conductor/text tests/conductor/tools
 
+# Tests start hundreds of processes: each would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 
 help: ## list the targets
