@@ -279,7 +279,8 @@ def _run(config: ReplayConfig) -> None:
         check_plot(Path(config.plot))
     found: list[ReplayReport] = []
     interrupted = False
-    with Progress(console=Console(stderr=True), transient=True, disable=config.json) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=config.json or not console.is_terminal) as progress:
         try:
             for report in replay(config, progress):
                 found.append(report)

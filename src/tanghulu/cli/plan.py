@@ -41,6 +41,12 @@ _LIMITS = (
     "queues, TTFT and TBT need a trace: start the conductor with --record and plan from its files; "
     "prefill times are those of the model's constants (--layers and so on)"
 )
+#: Beyond it the costs are those of another model or machine.
+_FACTOR = 1.5
+_WRONG_COSTS = (
+    f"do not rely on these forecasts: for the current cluster, TTFT or TBT are more than {_FACTOR} times off what was "
+    "measured; describe your model and workers with --layers, --dim, --gqa, --gflops, --mfu, --t0, --c, --d and --e"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +197,8 @@ def _run(config: PlanConfig) -> None:
             print_table((row["model"], "hits", "prefill, s"), rows)
             click.echo(f"unknown: {_LIMITS}")
         return
-    with Progress(console=Console(stderr=True), transient=True, disable=config.json) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=config.json or not console.is_terminal) as progress:
         found = plan(config, progress)
     if config.json:
         print_json(found)
@@ -200,11 +207,19 @@ def _run(config: PlanConfig) -> None:
     print_table(
         (f"{found['trace']}, {found['policy']}", *_COLUMNS[1:]), [(name, *_cells(row)) for name, row in shown.items()]
     )
+    if found["measured"] and not _describes(found["scenarios"][NOW], found["measured"]):
+        click.echo(_WRONG_COSTS, err=True)
     reality = "measurements" if found["measured"] else "the replay"
     for each in found["earlier_forecasts"]:
         errors = zip(_COLUMNS[1:], each["errors"].values(), strict=True)
         off = ", ".join(f"{name} {'-' if error is None else format(error, '+.1%')}" for name, error in errors)
         click.echo(f"forecast from {each['trace']} ({each['scenario']}) compared with {reality} now: {off}")
+
+
+def _describes(forecast: dict[str, float], measured: dict[str, float]) -> bool:
+    """Return whether mean TTFT and TBT are forecast within a factor of `_FACTOR`."""
+    pairs = [(forecast[name], measured[name]) for name in ("ttft_mean_s", "tbt_mean_s")]
+    return all(real / _FACTOR <= expected <= real * _FACTOR for expected, real in pairs)
 
 
 def _cells(row: dict[str, float]) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
         evicted = perform(orders.evict, store, node_id, keys, num_bytes)
     if as_json:
         print_json(evicted)
-    else:
+    elif num_bytes or len(missing) < len(keys):
         _show_evicted(evicted)
     orders.raise_missing(missing)
 
@@ -102,7 +102,7 @@ def _show_evicted(evicted: Row) -> None:
     for each, outcome in evicted.items():
         click.echo(f"{each}: evicted {counted(outcome['num_chunks'], 'chunk')}, {format_size(outcome['num_bytes'])}")
     if not any(outcome["num_chunks"] for outcome in evicted.values()):
-        click.echo("nothing went: it is not in memory, is being read, or is pinned hard", err=True)
+        click.echo("nothing was evicted: the chunks are not in memory, are being read, or are hard-pinned", err=True)
 
 
 @click.command(short_help="Have keys copied ahead of demand.")
