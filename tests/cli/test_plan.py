@@ -88,10 +88,10 @@ def test_an_earlier_forecast_is_compared_with_the_replay_and_with_measurements(t
     assert json.loads(run(*arguments, "--json").output)["trace"] == "wednesday"
 
 
-@pytest.mark.parametrize(("ttft_factor", "tbt_factor", "warns"), [(1.4, 0.7, False), (2.0, 1.0, True), (1.0, 0.5, True)])
-def test_costs_of_another_model_are_noticed(
-    ttft_factor: float, tbt_factor: float, warns: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("ttft_factor", "tbt_factor", "warns"), [(1.4, 0.7, False), (2.0, 1.0, True), (1.0, 0.5, True)]
+)
+def test_costs_of_another_model_are_noticed(ttft_factor: float, tbt_factor: float, warns: bool, tmp_path: Path) -> None:
     now = plan(config(burst(tmp_path / "burst.jsonl"), tmp_path))["scenarios"]["now"]
     times = {"ttft_ms": 1000 * now["ttft_mean_s"] * ttft_factor, "tbt_ms": 1000 * now["tbt_mean_s"] * tbt_factor}
     seen = burst(tmp_path / "seen.jsonl", measured=times | {"cached_tokens": 512})

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -160,13 +161,21 @@ class LengthRequired(InvalidRequest):
 def from_validation(error: ValidationError) -> BadField:
     """Return the first fault of a body, in one sentence.
 
-    A value that may be of several kinds has a fault for each of them; the deepest one belongs to the intended
-    kind.
+    A value that may be of several kinds has a fault for each of them. The intended kind is the one with which the value
+    was read furthest: deepest, to the latest item, and to a value of the right type.
     """
     faults = error.errors(include_url=False, include_input=False)
-    of_first = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
-    deepest = max(of_first, key=lambda fault: len(fault["loc"]))
-    return _bad_field(deepest["type"], deepest["msg"], tuple(deepest["loc"]))
+    first_of_kind: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for fault in faults:
+        if fault["loc"][:1] == faults[0]["loc"][:1]:
+            first_of_kind.setdefault(tuple(part for part in fault["loc"] if _KIND.search(str(part))), fault)
+    furthest = max(first_of_kind.values(), key=_reach)
+    return _bad_field(furthest["type"], furthest["msg"], tuple(furthest["loc"]))
+
+
+def _reach(fault: ErrorDetails) -> tuple[int, list[int], bool]:
+    place = fault["loc"]
+    return len(place), [part for part in place if isinstance(part, int)], not fault["type"].endswith("_type")
 
 
 def _from_request(error: RequestValidationError) -> BadField:

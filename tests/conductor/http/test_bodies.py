@@ -33,7 +33,7 @@ from tanghulu.conductor.text.served_model import MAX_CHARACTERS_PER_TOKEN
 from tanghulu.conductor.text.stop_regex import StopPattern
 from tanghulu.errors import ContextLengthExceeded
 from tanghulu.web.bodies import Bodies
-from tanghulu.web.errors import BadField
+from tanghulu.web.errors import BadField, from_validation
 from tests.conductor.cluster import Cluster
 from tests.conductor.fake_worker import CONTEXT
 
@@ -261,6 +261,24 @@ def test_a_body_of_many_faults_names_the_first_few(given):
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate({"prompt": "x", **given})
     assert caught.value.error_count() < 20
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, 2, -3], "prompt.2: Input should be greater than or equal to 0"),
+        ([10**12], "prompt.0: Input should be less than or equal to 4294967295"),
+        (["a", 3], "prompt.1: Input should be a valid string"),
+        ([[1, 2], [3, "x"]], "prompt.1.1: Input should be a valid integer"),
+        ([[1, 2], 3], "prompt.1: Input should be a valid list"),
+        (5, "prompt: Input should be a valid string"),
+    ],
+    ids=str,
+)
+def test_of_the_kinds_of_a_prompt_the_intended_one_is_named(prompt, message):
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": prompt})
+    assert from_validation(caught.value).message == message
 
 
 async def test_choices_beyond_a_grammar_are_refused_before_they_are_escaped(cluster, monkeypatch):
