@@ -90,6 +90,8 @@ def _of_array(source: np.ndarray[Any, Any]) -> Bytes:
 
 
 def _of_buffer(source: Any) -> Bytes:
+    if isinstance(source, str):
+        raise TypeError("encode it with .encode()")
     view = memoryview(source)
     if _POINTER.search(_NO_POINTERS.sub("", view.format)):
         raise TypeError(f"its format {view.format!r} holds pointers")

@@ -190,6 +190,8 @@ def _bad_field(kind: str, message: str, where_in: tuple[int | str, ...]) -> BadF
     message = message.removeprefix("Value error, ")
     if kind == "json_invalid":
         return BadField(f"the body is not JSON: {message}")
+    if kind in ("model_attributes_type", "missing") and not names:
+        return BadField("the body must be a JSON object, sent with content-type: application/json")
     return BadField(f"{path}: {message}" if path else message, names[0] if names else None)
 
 

@@ -312,6 +312,16 @@ def test_bodies_that_make_no_sense(http: httpx.Client, path: str, body: str | by
     assert error_of(refused) == (400, "invalid_request")
 
 
+@pytest.mark.parametrize("body", ['{"keys": ["k"]}', "", "[1]"])
+def test_a_body_that_is_no_json_object_is_named_as_that(http: httpx.Client, body: str) -> None:
+    kind = "application/json" if body == "[1]" else "application/x-www-form-urlencoded"
+    refused = http.post("/v1/evict", content=body, headers={"content-type": kind})
+    assert refused.status_code == 400
+    assert (
+        refused.json()["error"]["message"] == "the body must be a JSON object, sent with content-type: application/json"
+    )
+
+
 def test_bodies_are_bounded(http: httpx.Client) -> None:
     refused = http.post("/v1/evict", content=b" " * (3 * MIB), headers={"content-type": "application/json"})
     assert error_of(refused) == (413, "body_too_large")
