@@ -95,7 +95,7 @@ def parse_server(text: str) -> EngineServer:
             raise ConfigError(f"--engine {text!r}: {name} is given twice; give it once")
         given[name] = value
     if not separator:
-        raise ConfigError(f"--engine {text!r} has no URL; {_FORM}")
+        raise ConfigError(f"--engine {text!r} lacks the engine or the URL; {_FORM}")
     return _checked(given, f"--engine {text!r}")
 
 

@@ -24,7 +24,7 @@ def test_a_server_with_options():
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("http://gpu1:8000", "no URL"),
+        ("http://gpu1:8000", "lacks the engine or the URL"),
         ("vllm=gpu1:8000", "http://"),
         ("tgi=http://gpu1:8000", "engines are vllm and sglang"),
         ("vllm=http://gpu1,modle=/m", "modle"),
