@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ structlog.configure(
 
 # Workers under test share the cores with the reference that runs in this process: its threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+_accept = BaseSelectorEventLoop._accept_connection2
+
+
+async def _accept_or_close(self: Any, factory: Any, conn: Any, extra: Any, tls: Any, server: Any, *more: Any) -> None:
+    """Close what arrives in the very turn of the loop in which its server closes: CPython (gh-109564) loses it."""
+    if server.sockets:
+        await _accept(self, factory, conn, extra, tls, server, *more)
+    else:
+        conn.close()
+
+
+BaseSelectorEventLoop._accept_connection2 = _accept_or_close
 
 #: A skip with this reason is fine everywhere: no package can install it.
 #: Reasons for which a test may be skipped under --require-all: a device, or a package of an extra that CI leaves out.

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from tests.conductor.fake_worker import EOS, TEMPLATE, TOKENIZER
+from tests.open_connections import OpenConnections
 
 BLOCK = 4
 CONTEXT = 512
@@ -58,14 +59,13 @@ class FakeVllm:
         self.others_running = 0
         self._permits: asyncio.Semaphore | None = None
         self._num_steps = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections = OpenConnections()
         self._server: asyncio.Server | None = None
         self.events: FakeEvents | None = None
         self.changed = asyncio.Condition()
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeVllm:
-        self._server = await asyncio.start_server(self._connected, host, port)
+        self._server = await asyncio.start_server(self._connections.served_by(self._connected), host, port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -97,31 +97,20 @@ class FakeVllm:
     async def die(self) -> None:
         """As after SIGKILL."""
         self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
+        self._connections.abort()
 
     async def stop(self) -> None:
-        await self.die()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._server.close()
+        await self._connections.close()
         if self.events is not None:
             self.events.close()
 
     # --- HTTP
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        self._tasks.add(task)
-        self._writers.add(writer)
-        try:
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-                while await self._one(reader, writer):
-                    pass
-        finally:
-            self._tasks.discard(task)
-            self._writers.discard(writer)
-            writer.close()
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self._one(reader, writer):
+                pass
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = await reader.readuntil(b"\r\n\r\n")

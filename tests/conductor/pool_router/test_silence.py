@@ -17,7 +17,7 @@ from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.conductor.pool_router.relaying import RelayClient
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
 from tanghulu.rpc.sockets import SILENT_HOST_S
-from tanghulu.runtime.tasks import cancelled
+from tests.open_connections import OpenConnections
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -41,18 +41,11 @@ class Server:
         self.num_looks = self.num_requests = 0
         self.looked = asyncio.Event()
         self.url = ""
-        self.handlers: set[asyncio.Task[None]] = set()
+        self.connections = OpenConnections()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.handlers.add(task)
-        try:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await self._answer(reader, writer)
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -72,7 +65,9 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def serving(*servers: Server) -> AsyncIterator[None]:
-    listening = [await asyncio.start_server(server.handle, "127.0.0.1", 0) for server in servers]
+    listening = [
+        await asyncio.start_server(server.connections.served_by(server.handle), "127.0.0.1", 0) for server in servers
+    ]
     for server, listener in zip(servers, listening, strict=True):
         server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     try:
@@ -80,7 +75,7 @@ async def serving(*servers: Server) -> AsyncIterator[None]:
     finally:
         for server, listener in zip(servers, listening, strict=True):
             listener.close()
-            await cancelled(*server.handlers)
+            await server.connections.close()
 
 
 @contextlib.asynccontextmanager

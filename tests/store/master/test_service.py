@@ -20,6 +20,7 @@ from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement
 from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, PlaceRequest
 from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.types import Address, Role
+from tests.open_connections import OpenConnections
 from tests.store.master.running_master import (
     FakeNode,
     InProcess,
@@ -209,23 +210,21 @@ class Proxy:
 
     def __init__(self, target: Address) -> None:
         self._target = target
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._open = OpenConnections()
         self.connections = 0
 
     async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._open.served_by(self._serve), "127.0.0.1", 0)
         self.address = Address("127.0.0.1", self._server.sockets[0].getsockname()[1])
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
-        self.cut()
-        await self._server.wait_closed()
+        await self._open.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         back_reader, back_writer = await asyncio.open_connection(self._target.host, self._target.port)
-        self._writers |= {writer, back_writer}
 
         async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
@@ -233,12 +232,13 @@ class Proxy:
                     sink.write(data)
             sink.close()
 
-        await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
+        try:
+            await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
+        finally:
+            back_writer.transport.abort()
 
     def cut(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
+        self._open.abort()
 
 
 async def test_a_follower_goes_on_where_it_was_cut_off(address: Address, discovery: MasterDiscovery) -> None:
