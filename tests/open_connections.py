@@ -14,9 +14,6 @@ class OpenConnections:
     def __init__(self) -> None:
         self._open: dict[asyncio.Future[None], asyncio.StreamWriter] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def served_by(self, handle: Handler) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
         """Return what `asyncio.start_server` calls. A connection is closed when its handler has ended."""
 
