@@ -1,5 +1,7 @@
 """Write docs/reference/: what the code itself says of its commands, options, errors, messages, Python API and metrics.
 
+Writes also the list of environment variables against which every command checks those that are set.
+
 python tools/reference.py               # all but the metrics
 python tools/reference.py --check       # fail if these are not what the code says
 python tools/reference.py --metrics     # also the metrics, off the pages of a running cluster of mock workers
@@ -24,10 +26,12 @@ from reference_pages import configuration, protos, python_api
 
 from tanghulu import errors
 from tanghulu.cli.main import EXIT_CODES, load_command, root
+from tanghulu.runtime.config import variables_of
 from tanghulu.web.errors import status_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
+VARIABLES = ROOT / "src/tanghulu/cli/variables.txt"
 _NOTE = "<!-- Written by tools/reference.py. -->\n"
 _START_S = 120.0
 #: Of another program (python_*, process_*): its page says what they are.
@@ -47,6 +51,13 @@ def commands() -> str:
             assert command is not None
             lines += _command(command, f"tanghulu {name}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def variables() -> str:
+    """The environment variables of all commands, a line each."""
+    with click.Context(root) as context:
+        found = [load_command(name) for name in root.list_commands(context)]
+    return "".join(f"{name}\n" for name in sorted(variables_of([root, *filter(None, found)])))
 
 
 def processes() -> Iterator[tuple[str, click.Command]]:
@@ -179,22 +190,23 @@ def _kept(page: Path) -> str:
 def main(arguments: list[str]) -> int:
     """Write, or compare; returns the exit code."""
     pages = {
-        "cli.md": commands(),
-        "configuration.md": _titled("Configuration", configuration.page(processes())),
-        "errors.md": typed_errors(),
-        "protos.md": _titled("Messages over gRPC", protos.page(ROOT / "protos")),
-        "python.md": _titled("Python API", python_api.page()),
+        FOLDER / "cli.md": commands(),
+        FOLDER / "configuration.md": _titled("Configuration", configuration.page(processes())),
+        FOLDER / "errors.md": typed_errors(),
+        FOLDER / "protos.md": _titled("Messages over gRPC", protos.page(ROOT / "protos")),
+        FOLDER / "python.md": _titled("Python API", python_api.page()),
+        VARIABLES: variables(),
     }
     if "--check" in arguments:
-        stale = [name for name, text in pages.items() if _kept(FOLDER / name) != text]
+        stale = [page.relative_to(ROOT) for page, text in pages.items() if _kept(page) != text]
         for name in stale:
-            print(f"docs/reference/{name} is not what the code says: python tools/reference.py", file=sys.stderr)
+            print(f"{name} is not what the code says: python tools/reference.py", file=sys.stderr)
         return 1 if stale else 0
     if "--metrics" in arguments:
-        pages["metrics.md"] = metrics()
+        pages[FOLDER / "metrics.md"] = metrics()
     FOLDER.mkdir(exist_ok=True)
-    for name, text in pages.items():
-        (FOLDER / name).write_text(text)
+    for page, text in pages.items():
+        page.write_text(text)
     return 0
 
 

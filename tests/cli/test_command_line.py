@@ -20,9 +20,11 @@ def _run(*arguments, **variables):
 
 
 def test_a_variable_of_another_command_is_no_mistake():
-    done = _run("store", "nodes", "--master", "127.0.0.1:1", TANGHULU_NODE_MEMORY="1GiB")
-    assert done.returncode == 4, done.stderr
+    done = _run("store", "nodes", "--master", "127.0.0.1:1", TANGHULU_NODE_MEMORY="1GiB", PYTHONVERBOSE="1")
+    assert done.returncode == 4, done.stderr[-2000:]
     assert "127.0.0.1:1" in done.stderr
+    assert "import 'tanghulu.store.client" in done.stderr
+    assert "import 'tanghulu.conductor" not in done.stderr, "nor does it import that command"
 
 
 def test_a_variable_of_no_command_refuses_to_start():

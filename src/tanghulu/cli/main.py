@@ -11,19 +11,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tanghulu.errors import TanghuluError
-from tanghulu.runtime.config import (
-    forget_service_variables,
-    load_toml,
-    refuse_unknown_variables,
-    variables,
-    variables_of,
-)
+from tanghulu.runtime.config import forget_service_variables, load_toml, refuse_unknown_variables
 from tanghulu.runtime.limits import require_descriptors
 from tanghulu.types import printable
 from tanghulu.version import __version__
@@ -109,17 +104,14 @@ def root(ctx: click.Context, config: Path | None) -> None:
         ctx.obj()
     require_descriptors()
     forget_service_variables()
-    _check_variables(ctx)
+    refuse_unknown_variables(_known_variables())
     if config is not None:
         ctx.default_map = load_toml(config, _all_commands())
 
 
-def _check_variables(ctx: click.Context) -> None:
-    """Refuse a TANGHULU_* variable that no command reads; loads other commands only if this one does not read it."""
-    invoked = load_command(ctx.invoked_subcommand or "")
-    known = variables_of([root, invoked] if invoked is not None else [root])
-    if variables() - known:
-        refuse_unknown_variables(known | variables_of(_all_commands().values()))
+def _known_variables() -> set[str]:
+    """Return the TANGHULU_* variables of all commands. They are in a file, as importing all commands takes seconds."""
+    return set(resources.files("tanghulu.cli").joinpath("variables.txt").read_text().split())
 
 
 def _all_commands() -> dict[str, click.Command]:
