@@ -81,7 +81,7 @@ def _bare(answer: Answer, target: str) -> tuple[str, str]:
 
 
 def _http(world: World, caller: str = "acme") -> httpx.Client:
-    verify = client_context(world.tls) if world.tls else True
+    verify = client_context(world.tls) if world.tls else False
     headers = world.callers[caller].headers(world.callers[caller].key)
     url = world.url(world.address("conductor"))
     return httpx.Client(base_url=url, verify=verify, headers=headers, trust_env=False, timeout=60)

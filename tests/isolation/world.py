@@ -246,7 +246,7 @@ def rpc(world: World, shown: Metadata, address: str, method: MethodDescriptor, r
 
 def http(world: World, url: str, method: str, path: str, headers: dict[str, str], body: Any = None) -> Answer:
     """One HTTP request; of an answer without an end the beginning."""
-    verify = client_context(world.tls) if world.tls else True
+    verify = client_context(world.tls) if world.tls else False
     content = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
     with httpx.Client(base_url=world.url(url), verify=verify, trust_env=False, timeout=DEADLINE_S) as client:
         with client.stream(method, path, headers=headers, **content) as answer:
