@@ -71,6 +71,7 @@ from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
+_CHECK_S = 0.5
 #: Interval of checks of write buffers in use.
 _POLL_S = 0.002
 #: Seconds that a start waits for a master that went away meanwhile before it serves without it.
@@ -276,6 +277,8 @@ class Node:
                 running = [self._reporter.run(instance_id), self._tick(), self._copier.run()]
                 if self._authorizer is not None:
                     running.append(self._authorizer.watch(self._service))
+                if self._config.checks:
+                    running.append(self._check())
                 tasks += [asyncio.create_task(each) for each in running]
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._reporter.connected.wait(), _FIRST_CONTACT_S)
@@ -382,13 +385,16 @@ class Node:
             self._reporter.tick()
             if self._held is not None:
                 self._held.flush()
-            if self._config.checks:
-                self.state.check()
-                self._watermarks.check()
-                if self._tier is not None:
-                    self._tier.check()
-                self._sessions.check()
-                self._puts.incoming.check()
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self.state.check()
+            self._watermarks.check()
+            if self._tier is not None:
+                self._tier.check()
+            self._sessions.check()
+            self._puts.incoming.check()
 
     def _give_sign_of_life(self) -> None:
         """Keep the index valid for readers, unless the master may have given this node up and sends it no removals."""
