@@ -15,6 +15,11 @@ def texts() -> Continuations:
     return Continuations.kept()
 
 
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
 def test_alone(cluster: LiveCluster, texts: Continuations) -> None:
     for prompt, wanted in zip(texts.prompts, texts.expected, strict=True):
         assert cluster.generate(prompt, NUM_TOKENS)["output_ids"] == wanted, len(prompt)
@@ -31,9 +36,8 @@ def test_batched_and_with_prefixes_from_the_store(cluster: LiveCluster, texts: C
 
 
 @pytest.mark.slow
-def test_log_probabilities_of_prompts(cluster: LiveCluster, texts: Continuations) -> None:
+def test_log_probabilities_of_prompts(cluster: LiveCluster, texts: Continuations, reference: Reference) -> None:
     """As evaluations ask for them, of texts that are cached and in the store, too."""
-    reference = Reference()
     for prompt in texts.prompts[1:6]:
         expected = reference.prompt_logprobs(prompt)
         for _ in range(2):
@@ -46,7 +50,6 @@ def test_log_probabilities_of_prompts(cluster: LiveCluster, texts: Continuations
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_what_transformers_say(texts: Continuations) -> None:
-    reference = Reference()
+def test_what_is_kept_is_what_transformers_say(texts: Continuations, reference: Reference) -> None:
     assert [len(prompt) for prompt in texts.prompts] == list(LENGTHS)
     assert [reference.greedy(prompt, NUM_TOKENS) for prompt in texts.prompts] == texts.expected

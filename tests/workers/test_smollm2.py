@@ -91,6 +91,36 @@ def core(smollm2: ModelSource) -> EngineCore:
     return EngineCore(runner, EngineCoreConfig(max_num_batched_tokens=64, debug_checks=True))
 
 
+@pytest.fixture(scope="module")
+def reference(smollm2: ModelSource) -> Any:
+    """The same dequantised weights under transformers, in float32."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = smollm2.config
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_context,
+            rms_norm_eps=config.rms_eps,
+            rope_theta=config.rope_theta,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    weights = smollm2.open_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.tensor(name))
+    weights.close()
+    # Nothing ends the text, and nothing of the constructor's defaults intervenes.
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    return model
+
+
 def test_the_assets_are_those_of_the_chat_model(assets: TokenizerAssets) -> None:
     assert (assets.bos_token, assets.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert (assets.add_bos, assets.bos_id, assets.eos_ids) == (False, 1, (2,))
@@ -164,9 +194,8 @@ def test_it_knows_the_capital_of_france(core: EngineCore, tokenizer: Tokenizer) 
 
 
 @pytest.mark.slow
-def test_greedy_text_equals_transformers(core: EngineCore, tokenizer: Tokenizer, smollm2: ModelSource) -> None:
+def test_greedy_text_equals_transformers(core: EngineCore, tokenizer: Tokenizer, reference: Any) -> None:
     """Alone and all together, against LlamaForCausalLM over the same dequantised weights."""
-    reference = _transformers_model(smollm2)
     prompts = [tokenizer.encode(text).ids for text in TEXTS[9:39:6]]
     expected = {}
     for index, prompt in enumerate(prompts):
@@ -193,7 +222,12 @@ def test_greedy_text_equals_transformers(core: EngineCore, tokenizer: Tokenizer,
     ids=["float32", "bfloat16-in-float32", "bfloat16"],
 )
 def test_prefill_logits_equal_transformers(
-    tokenizer: Tokenizer, smollm2: ModelSource, dtype: torch.dtype, tolerance: float, cpu: CpuFeatures
+    tokenizer: Tokenizer,
+    smollm2: ModelSource,
+    reference: Any,
+    dtype: torch.dtype,
+    tolerance: float,
+    cpu: CpuFeatures,
 ) -> None:
     """The last position's logits of prompts of 1 to 95 tokens, relative to the largest logit.
 
@@ -202,7 +236,7 @@ def test_prefill_logits_equal_transformers(
     """
     tokens = tokenizer.encode(" ".join(TEXTS[9:20])).ids[:95]
     with torch.inference_mode():
-        expected = _transformers_model(smollm2)(torch.tensor([tokens])).logits[0]
+        expected = reference(torch.tensor([tokens])).logits[0]
     model = load_model(smollm2, dtype, arithmetic=Arithmetic.of(dtype, CPU, cpu))
     cache = KvCache(KvLayout.of(model.config, 64, dtype_name(dtype)), 2)
     for end in (1, 2, 17, 64, 65, 95):
@@ -231,10 +265,10 @@ def test_kv_in_eight_bits_loses_little(tokenizer: Tokenizer, smollm2: ModelSourc
 
 
 @pytest.mark.slow
-def test_prefill_in_two_runs_equals_transformers(tokenizer: Tokenizer, smollm2: ModelSource) -> None:
+def test_prefill_in_two_runs_equals_transformers(tokenizer: Tokenizer, smollm2: ModelSource, reference: Any) -> None:
     tokens = tokenizer.encode(" ".join(TEXTS[9:20])).ids[:95]
     with torch.inference_mode():
-        expected = _transformers_model(smollm2)(torch.tensor([tokens])).logits[0, -1]
+        expected = reference(torch.tensor([tokens])).logits[0, -1]
     model = load_model(smollm2, torch.float32)
     cache = KvCache(KvLayout.of(model.config, 64, "float32"), 2)
     model.forward(build_forward_batch([SequenceChunk(tokens[:70], 0, (1, 0), False)], 64), cache)
@@ -244,13 +278,13 @@ def test_prefill_in_two_runs_equals_transformers(tokenizer: Tokenizer, smollm2: 
 
 @pytest.mark.slow
 def test_log_probabilities_of_a_prompt_equal_transformers(
-    tokenizer: Tokenizer, smollm2: ModelSource, core: EngineCore
+    tokenizer: Tokenizer, core: EngineCore, reference: Any
 ) -> None:
     """In runs of 64 tokens, from the first on and, with a part of the prompt cached, from the middle on."""
     tokens = tokenizer.encode(" ".join(TEXTS[9:33])).ids
     assert len(tokens) > 3 * 64
     with torch.inference_mode():
-        logits = _transformers_model(smollm2)(torch.tensor([tokens])).logits[0]
+        logits = reference(torch.tensor([tokens])).logits[0]
     expected = torch.log_softmax(logits, dim=-1)
     for name, start in (("all", 1), ("rest", 100)):
         core.add(request(name, tokens, 1, block_tokens=64, scoring=PromptScoring(start, 5)))
@@ -263,34 +297,6 @@ def test_log_probabilities_of_a_prompt_equal_transformers(
         assert np.abs(np.concatenate([part.logprobs for part in parts]) - own).max() < 1e-4
         top = np.concatenate([part.top_logprobs for part in parts])
         assert np.abs(top - rows.topk(5).values.numpy()).max() < 1e-4
-
-
-def _transformers_model(source: ModelSource) -> Any:
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-    config = source.config
-    reference = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_context,
-            rms_norm_eps=config.rms_eps,
-            rope_theta=config.rope_theta,
-            tie_word_embeddings=True,
-        )
-    ).eval()
-    weights = source.open_weights()
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            parameter.copy_(weights.tensor(name))
-    weights.close()
-    # Nothing ends the text, and nothing of the constructor's defaults intervenes.
-    reference.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    return reference
 
 
 @pytest.mark.slow
