@@ -18,10 +18,10 @@ from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.requests import Timeouts
 from tanghulu.conductor.stories.account import Cause, Explanation, Source
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.directory_feed import DirectoryEvent
 from tests.cluster_sim.process import Process
+from tests.discovery.memory import MemoryDiscovery
 
 WORKER_TIMEOUT_S = 3.0
 SNAPSHOT_EVERY_S = 2.0

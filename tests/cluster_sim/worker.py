@@ -16,7 +16,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from tanghulu.discovery.base import Instance
-from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call
@@ -43,6 +42,7 @@ from tanghulu.workers.sessions.server import SessionHub
 from tanghulu.workers.sessions.wire import RequestFactory, model_card
 from tests.cluster_sim import text
 from tests.cluster_sim.process import Process
+from tests.discovery.memory import MemoryDiscovery
 from tests.virtual.loop import Network
 from tests.virtual.threads import Threads
 

@@ -25,7 +25,6 @@ from unittest import mock
 
 import structlog
 
-from tanghulu.discovery.memory import MemoryRegistry
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.workers.engine import thread as engine_thread
 from tanghulu.workers.kv import connector, peer_links, peer_reader
@@ -38,6 +37,7 @@ from tests.cluster_sim.conductor import SimConductor
 from tests.cluster_sim.plan import Plan
 from tests.cluster_sim.process import Process, make_task
 from tests.cluster_sim.worker import SUPERVISED_S, SimConnection, SimWorker
+from tests.discovery.memory import MemoryRegistry
 from tests.virtual.loop import VirtualLoop
 from tests.virtual.surroundings import collected_garbage, virtual_time
 from tests.virtual.threads import OWNER, Threads, patched

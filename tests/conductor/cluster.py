@@ -12,9 +12,9 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.main import Conductor, ConductorConfig
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.types import Place, Role
 from tests.conductor.fake_worker import FakeWorker
+from tests.discovery.memory import MemoryDiscovery, MemoryRegistry
 
 
 class Cluster:

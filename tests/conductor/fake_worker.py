@@ -17,7 +17,6 @@ from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tanghulu.discovery.base import Instance
-from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.errors import NodeUnavailable
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.rpc.fast_port import FastPort
@@ -28,6 +27,7 @@ from tanghulu.session.load import WorkerLoad
 from tanghulu.session.model_card import ModelCard
 from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output, PhaseTimes, PromptScores, TokenLogprobs
 from tanghulu.types import InstanceId, Role
+from tests.discovery.memory import MemoryDiscovery
 
 MODEL = "tiny"
 BLOCK_TOKENS = 4

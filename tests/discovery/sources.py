@@ -18,9 +18,9 @@ from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import MasterUnavailable
 from tanghulu.types import Address
+from tests.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tests.free_ports import free_port
 from tests.store.master.running_master import master_here
 

@@ -12,9 +12,9 @@ from tanghulu.discovery import entering
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance
 from tanghulu.discovery.entering import enter, meet
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistration, MemoryRegistry
 from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NotLeader, Unauthorized
 from tanghulu.types import Address
+from tests.discovery.memory import MemoryDiscovery, MemoryRegistration, MemoryRegistry
 from tests.discovery.sources import etcd_here
 from tests.free_ports import free_port
 from tests.store.master.running_master import instance

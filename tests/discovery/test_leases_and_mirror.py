@@ -14,11 +14,11 @@ from tanghulu.discovery import leases as lease_module
 from tanghulu.discovery.base import EventKind, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_bytes, instance_to_bytes
 from tanghulu.discovery.leases import LeaseTable
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import Conflict, InvalidRequest, MasterUnavailable, Overloaded
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import Role
+from tests.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tests.store.master.running_master import instance
 
 PUT, DELETE, SYNCED = EventKind.PUT, EventKind.DELETE, EventKind.SYNCED

@@ -1,7 +1,7 @@
 """Instances under leases, as a plain table: events and a time in, changes out. Pure.
 
-A process that serves Discovery (the master, a MemoryRegistry) keeps one of these. A lease is a secret number and a
-deadline; a new registration of the same instance id replaces the old one, whose lease becomes void.
+The master keeps one of these. A lease is a secret number and a deadline; a new registration of the same instance id
+replaces the old one, whose lease becomes void.
 
 While its lease lives, an instance keeps its role and its owner, the token with which it registered ("" without
 tokens): another token can neither replace nor renew nor end it. So nobody takes the place of a live process.

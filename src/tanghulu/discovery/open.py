@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Self
 
-from tanghulu.discovery.base import Discovery, EventKind, Instance
+from tanghulu.discovery.base import DEFAULT_TTL_S, Discovery, EventKind, Instance, InstanceEvent, Registration
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import ConfigError, MasterUnavailable
 from tanghulu.masters import Masters
 from tanghulu.types import Address, InstanceId, Role
@@ -18,6 +19,41 @@ HELP = "where instances find each other: master (the default), etcd://host:port[
 
 #: The Discovery of a process without others.
 NONE = "none"
+
+
+class _NoRegistration:
+    """The registration of an instance that nobody looks for."""
+
+    async def update(self, instance: Instance) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class NoDiscovery:
+    """The Discovery of a process without others: it registers nowhere, and finds nobody."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    async def look(self) -> None:
+        """Return at once."""
+
+    async def require_role(self, instance: Instance) -> None:
+        """Do nothing."""
+
+    async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
+        """Register ``instance`` nowhere."""
+        return _NoRegistration()
+
+    async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
+        """Yield SYNCED alone."""
+        yield InstanceEvent(EventKind.SYNCED)
+        await asyncio.Event().wait()
 
 
 def open_discovery(spec: str, master: Masters | Address) -> Discovery:
@@ -30,7 +66,7 @@ def open_discovery(spec: str, master: Masters | Address) -> Discovery:
     if scheme == "file" and rest:
         return FileDiscovery(Path(rest.removeprefix("//")))
     if spec == NONE:
-        return MemoryDiscovery(MemoryRegistry())
+        return NoDiscovery()
     raise ConfigError(f"--discovery {spec!r} is unknown; give master, etcd://host:port, file:DIR, or none")
 
 

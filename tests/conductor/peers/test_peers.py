@@ -23,12 +23,12 @@ from tanghulu.conductor.peers.outbox import MAX_BEGUN, MAX_PEERS, Begun, News, O
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.discovery.base import Instance
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import Forbidden, NodeUnavailable, PeerSilent, Unauthorized
 from tanghulu.rpc import streams
 from tanghulu.session.load import WorkerLoad
 from tanghulu.types import BlockHash, InstanceId, Role
 from tests.conductor.fake_worker import FakeWorker
+from tests.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tests.tls_files import Authority
 
 A, B = InstanceId("a"), InstanceId("b")

@@ -19,10 +19,10 @@ from tanghulu.conductor.pool_router.forward import Members
 from tanghulu.conductor.pool_router.grid import Demand, parse_pools, read_pools
 from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
-from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.types import Address, InstanceId, Role
 from tests.conductor.cluster import Cluster, running_cluster
+from tests.discovery.memory import MemoryDiscovery, MemoryRegistry
 
 FILE = """
 [[pool]]

@@ -1,4 +1,4 @@
-"""Discovery within one process: for tests, simulation, and clusters whose parts share an interpreter.
+"""Discovery within one process, for tests and simulations.
 
 A MemoryRegistry is the source that several MemoryDiscovery objects share, each standing for one process. A lease is
 renewed while its MemoryDiscovery lives; ``crash`` stops that silently, and the instances vanish when their leases
