@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from tanghulu.auth import certificate_roles
-from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight
+from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
 from tanghulu.auth.credentials import NO_TLS, TlsFiles, from_metadata
 from tanghulu.auth.places import ANYBODY, Caller, Places, RequestRoom
 from tanghulu.auth.tls import client_context
@@ -182,7 +182,7 @@ CALLS_ONE_IN: Final = 2
 
 
 class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
-    """Counts calls and receives their requests; the first interceptor of its server, before ``authorizer``."""
+    """Authorizes and counts calls, and receives their requests; the first interceptor of its server."""
 
     def __init__(
         self,
@@ -215,16 +215,18 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the call's handler, changed to receive its request itself. The authorizer's rejections stay as is."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        """Return the call's handler, changed to receive its request itself, or one that rejects the call."""
+        handler, caller = await continuation(handler_call_details), ANYBODY
+        if handler is None:
             return handler
-        caller = ANYBODY
         if self._authorizer is not None:
+            metadata = tuple(handler_call_details.invocation_metadata or ())
             try:
-                caller = self._authorizer.caller(tuple(handler_call_details.invocation_metadata or ()))
+                caller = self._authorizer.admit(handler_call_details.method, metadata)
             except TanghuluError as error:
                 return refusal(handler, error)
+        if handler.request_streaming:
+            return handler
 
         async def unary(_: Any, context: Any) -> Any:
             return await handler.unary_unary(await self._receive(context, caller), context)
@@ -292,7 +294,7 @@ def guarded_server(
     admission = CallAdmission(max_calls, authorizer, message_bytes=message_bytes)
     return grpc.aio.server(
         options=list((dict(SERVER_OPTIONS) | dict(options)).items()),
-        interceptors=[admission] if authorizer is None else [admission, authorizer],
+        interceptors=[admission],
         maximum_concurrent_rpcs=2 * max_calls,  # twice: a rejected call counts, too, for a moment
     )
 
@@ -367,7 +369,7 @@ async def typed_errors(peer: str, unavailable: Callable[[str], TanghuluError] = 
         raise typed from error
 
 
-class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
+class GrpcKeyAuthorizer:
     """Admits callers with an API key that has the right given by ``rights`` for the method, by its full name.
 
     None there accepts any key. Methods without an entry are for administrators.
@@ -376,27 +378,10 @@ class GrpcKeyAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
     def __init__(self, keys: ApiKeysFile, rights: Mapping[str, KeyRight | None]) -> None:
         self._keys, self._rights = keys, rights
 
-    def _key(self, metadata: Sequence[tuple[str, str | bytes]]) -> ApiKey:
-        return self._keys.table.authenticate(from_metadata(tuple(metadata)).token)
-
-    def caller(self, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
-        """Return the owner of a call's place. Raises Unauthorized."""
-        return Caller.of_key(self._key(metadata))
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        """Pass the call through unchanged, or reject it."""
-        handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None:
-            return handler
-        try:
-            key = self._key(tuple(handler_call_details.invocation_metadata or ()))
-            right = self._rights.get(method, KeyRight.ADMIN)
-            if right is not None:
-                key.require(right, method)
-        except TanghuluError as error:
-            return refusal(handler, error)
-        return handler
+    def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """Return the owner of a call's place. Raises Unauthorized, Forbidden."""
+        key = self._keys.table.authenticate(from_metadata(tuple(metadata)).token)
+        right = self._rights.get(method, KeyRight.ADMIN)
+        if right is not None:
+            key.require(right, method)
+        return Caller.of_key(key)
