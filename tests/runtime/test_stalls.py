@@ -8,7 +8,7 @@ import time
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from tanghulu.runtime.stalls import LOGGED_S, METRIC, PAUSE_S, LoopWatch, StallLines
+from tanghulu.runtime.stalls import LOGGED_S, METRIC, PAUSE_S, LoopWatch
 
 
 def _stand_still(seconds: float) -> None:
@@ -30,11 +30,9 @@ async def test_a_stall_is_counted_and_its_line_names_what_ran() -> None:
     assert total_s > LOGGED_S
 
 
-def test_lines_are_few_and_say_how_many_are_missing() -> None:
-    lines = StallLines()
-    assert lines.take(LOGGED_S / 2, 0.0) is None
-    assert lines.take(LOGGED_S, 0.0) == 0
-    assert lines.take(3.0, 1.0) is None
-    assert lines.take(3.0, PAUSE_S - 1) is None
-    assert lines.take(LOGGED_S, PAUSE_S) == 2
-    assert lines.take(LOGGED_S, 2 * PAUSE_S) == 0
+async def test_lines_are_few() -> None:
+    with capture_logs() as logs, LoopWatch(CollectorRegistry()):
+        for _ in range(2):
+            _stand_still(2 * LOGGED_S)
+            await asyncio.sleep(0.01)
+    assert [each["event"] for each in logs] == ["loop.stalled"]

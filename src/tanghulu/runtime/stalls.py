@@ -18,6 +18,8 @@ from typing import Self
 import structlog
 from prometheus_client import CollectorRegistry, Histogram
 
+from tanghulu.runtime.telemetry import RareLog
+
 _log = structlog.get_logger(__name__)
 
 METRIC = "tanghulu_loop_stall_seconds"
@@ -30,25 +32,6 @@ _BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NUM_FRAMES = 6
 
 
-class StallLines:
-    """Decides which stalls have a line in the log. Pure."""
-
-    def __init__(self) -> None:
-        self._next_s = float("-inf")
-        self._num_silent = 0
-
-    def take(self, stall_s: float, now_s: float) -> int | None:
-        """Return None for no line; else the number of unlogged stalls since the last line."""
-        if stall_s < LOGGED_S:
-            return None
-        if now_s < self._next_s:
-            self._num_silent += 1
-            return None
-        self._next_s = now_s + PAUSE_S
-        num_silent, self._num_silent = self._num_silent, 0
-        return num_silent
-
-
 class LoopWatch:
     """Watches the running loop inside its block, and publishes its stalls in ``registry``."""
 
@@ -56,7 +39,7 @@ class LoopWatch:
         self._histogram = Histogram(
             METRIC, "how long the event loop stood still, each time", buckets=_BUCKETS, registry=registry
         )
-        self._lines = StallLines()
+        self._rare_log = RareLog(_log, PAUSE_S)
         self._due_s = float("inf")
         self._timer: asyncio.TimerHandle | None = None
         self._loop_thread = 0
@@ -87,11 +70,10 @@ class LoopWatch:
         stall_s = now_s - due_s
         if stall_s > LEAST_S:
             self._histogram.observe(stall_s)
-            num_silent = self._lines.take(stall_s, now_s)
-            if num_silent is not None:
-                seen = self._seen
-                at = seen[1] if seen is not None and seen[0] == due_s else ""
-                _log.warning("loop.stalled", seconds=round(stall_s, 3), at=at, num_not_logged=num_silent)
+        if stall_s >= LOGGED_S:
+            seen = self._seen
+            at = seen[1] if seen is not None and seen[0] == due_s else ""
+            self._rare_log.warning("loop.stalled", seconds=round(stall_s, 3), at=at)
         self._set_timer()
 
     def _watch(self) -> None:
