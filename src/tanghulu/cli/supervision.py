@@ -1,8 +1,8 @@
 """Supervision of the embedded cluster: decides when to start, restart and end its processes. Decisions only.
 
-    WAITING --(its needs are ready)--> STARTING --ready--> READY
-    STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING
-    STARTING, READY --exited--> DEAD                                      and then the whole cluster ends
+    WAITING --(its delay is over)--> STARTING --ready--> READY
+    STARTING, READY --exited--> WAITING
+    STARTING, READY --exited--> DEAD                              and then the whole cluster ends
 
 Until all children have been ready together a child is restarted at most MAX_RESTARTS times: a failure then is most
 likely due to its configuration. A child that refuses its configuration before it was ever ready ends the cluster at
@@ -17,7 +17,6 @@ restarted. A late check does not count as its silence: then this process itself 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,10 +33,9 @@ REFUSALS = (2, 7)
 class ChildState(Enum):
     """The states of a child."""
 
-    WAITING = "waiting"  # for a child it needs
+    WAITING = "waiting"  # for its start, or for its restart after a delay
     STARTING = "starting"  # spawned, not yet ready
     READY = "ready"  # serves
-    BACKOFF = "backoff"  # died; will be restarted
     DEAD = "dead"  # died too often
     STOPPED = "stopped"  # ended because the cluster ends
 
@@ -54,10 +52,9 @@ class ChildEvent(Enum):
 
 _TABLE: dict[tuple[ChildState, ChildEvent], ChildState] = {
     (ChildState.WAITING, ChildEvent.START): ChildState.STARTING,
-    (ChildState.BACKOFF, ChildEvent.START): ChildState.STARTING,
     (ChildState.STARTING, ChildEvent.READY): ChildState.READY,
-    (ChildState.STARTING, ChildEvent.EXITED): ChildState.BACKOFF,
-    (ChildState.READY, ChildEvent.EXITED): ChildState.BACKOFF,
+    (ChildState.STARTING, ChildEvent.EXITED): ChildState.WAITING,
+    (ChildState.READY, ChildEvent.EXITED): ChildState.WAITING,
     (ChildState.STARTING, ChildEvent.GIVEN_UP): ChildState.DEAD,
     (ChildState.READY, ChildEvent.GIVEN_UP): ChildState.DEAD,
 } | {(state, ChildEvent.STOP): ChildState.STOPPED for state in ChildState if state is not ChildState.DEAD}
@@ -68,7 +65,6 @@ class Child:
     """One child's position in the plan."""
 
     name: str
-    needs: tuple[str, ...] = ()
     state: ChildState = ChildState.WAITING
     vital: bool = False
     num_restarts: int = 0
@@ -84,27 +80,6 @@ class Child:
         self.state = _TABLE[key]
 
 
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    """Instruction: start the process of this child."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Instruction: kill the process of this child, which hangs."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class EndAll:
-    """Instruction: end the cluster, as a child cannot be restarted."""
-
-    because: str
-
-
 @dataclass
 class Supervision:
     """The plan for all children; pass it events with the time, and perform what it returns.
@@ -117,29 +92,21 @@ class Supervision:
     been_ready: bool = False
     _looked_s: float = 0.0
 
-    def add(self, name: str, needs: Sequence[str] = (), *, vital: bool = False) -> None:
-        """Add a child that may start once all of ``needs`` are ready (for the first time)."""
+    def add(self, name: str, *, vital: bool = False) -> None:
+        """Add a child, to be started by the next ``tick``."""
         assert name not in self.children, name
-        assert all(needed in self.children for needed in needs), needs
-        self.children[name] = Child(name, tuple(needs), vital=vital)
+        self.children[name] = Child(name, vital=vital)
 
-    def tick(self, now_s: float) -> list[Spawn]:
-        """Return the children to start now."""
-        due = [c for c in self.children.values() if self._may_start(c, now_s)]
+    def tick(self, now_s: float) -> list[str]:
+        """Return the names of the children to start now."""
+        due = [c for c in self.children.values() if c.state is ChildState.WAITING and now_s >= c.start_at_s]
         for child in due:
             child.on(ChildEvent.START)
-        return [Spawn(child.name) for child in due]
-
-    def _may_start(self, child: Child, now_s: float) -> bool:
-        if child.state is ChildState.BACKOFF:
-            return now_s >= child.start_at_s
-        needed = (self.children[name].state for name in child.needs)
-        return child.state is ChildState.WAITING and all(s is ChildState.READY for s in needed)
+        return [child.name for child in due]
 
     def next_tick_s(self) -> float | None:
         """Return the time of the next delayed start; None if there is none."""
-        due = [c.start_at_s for c in self.children.values() if c.state is ChildState.BACKOFF]
-        return min(due) if due else None
+        return min((c.start_at_s for c in self.children.values() if c.state is ChildState.WAITING), default=None)
 
     def alive(self, name: str, now_s: float) -> None:
         """Note a child's report of being alive."""
@@ -147,8 +114,8 @@ class Supervision:
         if child.state is ChildState.READY:
             child.alive_s = now_s
 
-    def look(self, now_s: float) -> list[Kill]:
-        """Return the hung children to kill now; called every ``hung_s / LOOKS``."""
+    def look(self, now_s: float) -> list[str]:
+        """Return the names of the hung children to kill now; called every ``hung_s / LOOKS``."""
         period_s = self.hung_s / LOOKS
         late_s, self._looked_s = now_s - self._looked_s - period_s, now_s
         kills = []
@@ -159,7 +126,7 @@ class Supervision:
                 child.alive_s += late_s
             if now_s - child.alive_s >= self.hung_s:
                 child.alive_s = None
-                kills.append(Kill(child.name))
+                kills.append(child.name)
         return kills
 
     def ready(self, name: str, now_s: float) -> None:
@@ -169,8 +136,8 @@ class Supervision:
         child.been_ready = True
         self.been_ready = self.been_ready or self.all_ready
 
-    def exited(self, name: str, code: int, now_s: float, last_words: str = "") -> list[EndAll]:
-        """Plan the restart of a child whose process exited unexpectedly, or the cluster's end."""
+    def exited(self, name: str, code: int, now_s: float, last_words: str = "") -> str | None:
+        """Plan the restart of a child whose process exited unexpectedly; or return why the cluster has to end."""
         child = self.children[name]
         if code in REFUSALS and not child.been_ready:
             return self.refused(name, last_words or f"exited with {code}")
@@ -179,19 +146,19 @@ class Supervision:
         child.alive_s = None
         if child.num_restarts >= MAX_RESTARTS and (child.vital or not self.been_ready):
             child.on(ChildEvent.GIVEN_UP)
-            return [EndAll(f"{name} exited with {code} and was restarted {MAX_RESTARTS} times before")]
+            return f"{name} exited with {code} and was restarted {MAX_RESTARTS} times before"
         child.on(ChildEvent.EXITED)
         child.start_at_s = now_s + min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(child.num_restarts, 16))
         child.num_restarts += 1
-        return []
+        return None
 
-    def refused(self, name: str, message: str) -> list[EndAll]:
-        """Plan the cluster's end if the child would refuse its configuration again; else its exit is like any other."""
+    def refused(self, name: str, message: str) -> str | None:
+        """Return why the cluster has to end: the child would refuse its configuration again. None if it may not."""
         child = self.children[name]
         if child.been_ready:
-            return []
+            return None  # its exit is like any other
         child.on(ChildEvent.GIVEN_UP)
-        return [EndAll(f"{name}: {message}")]
+        return f"{name}: {message}"
 
     def stop(self) -> None:
         """Plan no more starts: the cluster is ending."""

@@ -24,7 +24,7 @@ from tanghulu.auth.tls import client_context
 from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.secure import SecureFiles, prepare
-from tanghulu.cli.supervision import LOOKS, EndAll, Supervision
+from tanghulu.cli.supervision import LOOKS, Supervision
 from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS
 from tanghulu.errors import ConfigError, TanghuluError, error_from_code
 from tanghulu.eviction import POLICIES
@@ -187,7 +187,6 @@ class Cluster:
         self._stopping = asyncio.Event()
         self._failure: str | None = None
         self._broken: Exception | None = None  # a bug of our own; the state is unknown after it
-        self._spawned: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Start all, keep them running until a signal or a child's final death; raises TanghuluError for the latter."""
@@ -214,7 +213,7 @@ class Cluster:
 
     # --- the processes to run
 
-    def _add(self, role: str, name: str, port: int, *arguments: str, needs: tuple[str, ...] = ()) -> None:
+    def _add(self, role: str, name: str, port: int, *arguments: str) -> None:
         run_dir = self._run_dir / name
         base = ["--host", self._config.host, "--port", str(port), "--log-level", self._config.log_level]
         metrics = port + _TO_METRICS if port and role not in ("conductor", "gateway") else 0
@@ -228,7 +227,7 @@ class Cluster:
         log_path = self._config.state_dir / f"{name}.log"
         log_path.unlink(missing_ok=True)
         self._children[name] = ChildProcess(role, name, given, log_path, run_dir, self._file)
-        self._plan.add(name, needs, vital=role in _VITAL and not (role == "conductor" and self._config.conductors > 1))
+        self._plan.add(name, vital=role in _VITAL and not (role == "conductor" and self._config.conductors > 1))
         self._board.add(name)
 
     def _add_master(self) -> None:
@@ -292,7 +291,8 @@ class Cluster:
             raise
 
     def _take(self, name: str, message: dict[str, Any]) -> None:
-        now_s, outcome, last_words = time.monotonic(), list[EndAll](), ""
+        now_s, last_words = time.monotonic(), ""
+        because: str | None = None  # the cluster has to end
         if self._stopping.is_set():
             return
         match message["event"]:
@@ -302,17 +302,17 @@ class Cluster:
                 self._plan.ready(name, now_s)
                 self._write_cluster()
             case "failed" if _is_refusal(message["code"]):
-                outcome = self._plan.refused(name, self._own_words(name, message["message"]))
+                because = self._plan.refused(name, self._own_words(name, message["message"]))
             case "exited":
                 last_words = self._children[name].last_words()
-                outcome = self._plan.exited(name, message["code"], now_s, last_words)
+                because = self._plan.exited(name, message["code"], now_s, last_words)
             case "alive":
                 self._plan.alive(name, now_s)
                 return
         self._board.show(name, message)
-        for end in outcome:
-            last = f'; its last line was: "{last_words}"' if last_words and last_words not in end.because else ""
-            self._failure = f"{end.because}{last}; see {self._children[name].log_path}"
+        if because is not None:
+            last = f'; its last line was: "{last_words}"' if last_words and last_words not in because else ""
+            self._failure = f"{because}{last}; see {self._children[name].log_path}"
             self._end()
         self._wake.set()
 
@@ -334,8 +334,8 @@ class Cluster:
     # --- instructions
 
     async def _perform(self) -> None:
-        for spawn in self._plan.tick(time.monotonic()):
-            child = self._children[spawn.name]
+        for name in self._plan.tick(time.monotonic()):
+            child = self._children[name]
             try:
                 child.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 await child.spawn(self._on_status)
@@ -357,8 +357,8 @@ class Cluster:
         while self._plan.hung_s:
             await asyncio.sleep(self._plan.hung_s / LOOKS)
             for hung in self._plan.look(time.monotonic()):
-                self._board.show(hung.name, {"event": "hung"})
-                self._children[hung.name].kill()
+                self._board.show(hung, {"event": "hung"})
+                self._children[hung].kill()
 
     async def _stop_children(self) -> None:
         """Stop the conductor first, which finishes or fails its answers, and the master, where all deregister, last."""
