@@ -8,13 +8,18 @@ are in ``certificate_roles``.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from functools import lru_cache
 from pathlib import Path
 
+import structlog
+
 from tanghulu.auth.certificate_roles import RoleContext, has_roles
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.errors import ConfigError
+
+_log = structlog.get_logger(__name__)
 
 _HTTP2 = "h2"
 #: ALPN of ports that understand HTTP/1.1 alone: a peer offering both must not begin with the other.
@@ -54,6 +59,16 @@ class ServerTls:
         _load(self.context, self._files)
         self._stamps = stamps
         return True
+
+    async def follow(self) -> None:
+        """Use replaced certificates for new connections; runs until cancelled."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                if self.refresh():
+                    _log.info("tls.reloaded")
+            except ConfigError as error:
+                _log.error("tls.not_reloaded", error=error.message)
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:

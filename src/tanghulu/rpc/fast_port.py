@@ -33,8 +33,6 @@ _log = structlog.get_logger(__name__)
 #: Connections that have not sent their preamble yet.
 MAX_UNDECIDED = 256
 DESCRIPTORS_PER_CONNECTION = 1
-#: Interval of checking the TLS files.
-_CERTIFICATES_S = 30.0
 
 
 class FastPort:
@@ -97,7 +95,7 @@ class FastPort:
         for server in self._servers:
             await server.start_serving()
         if self.tls is not None:
-            self._refreshing = asyncio.create_task(_follow_files(self.tls))
+            self._refreshing = asyncio.create_task(self.tls.follow())
 
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, close every connection within ``grace_s``, remove the socket file."""
@@ -157,17 +155,6 @@ class FastPort:
         if not certificate or self.tls is None:
             return frozenset()
         return frozenset(roles_of(certificate)) or frozenset([NONE] * self.tls.names_roles)
-
-
-async def _follow_files(tls: ServerTls) -> None:
-    """Use replaced certificates for new connections; runs until cancelled."""
-    while True:
-        await asyncio.sleep(_CERTIFICATES_S)
-        try:
-            if tls.refresh():
-                _log.info("fast_port.certificates_replaced")
-        except ConfigError as error:
-            _log.error("fast_port.certificates_not_replaced", error=error.message)
 
 
 class _Newcomer(asyncio.Protocol):

@@ -28,7 +28,6 @@ from tanghulu.auth.api_keys import ApiKeysFile
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.auth.places import Strangers, host_of
-from tanghulu.auth.tls import REFRESH_S, ServerTls
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.runtime.limits import allow_descriptors
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
@@ -93,17 +92,6 @@ def address_of(listener: socket.socket) -> Address:
     """Return the address that ``listener`` listens on."""
     host, port = listener.getsockname()[:2]
     return Address(host, port)
-
-
-async def _follow_files(tls: ServerTls) -> None:
-    """Use replaced certificates for new connections; runs until cancelled."""
-    while True:
-        await asyncio.sleep(REFRESH_S)
-        try:
-            if tls.refresh():
-                _log.info("tls.reloaded")
-        except ConfigError as error:
-            _log.error("tls.not_reloaded", error=error.message)
 
 
 async def _too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
@@ -499,7 +487,7 @@ class Server:
             stall_s=stall_s,
         )
         server.start(listener)
-        following = [] if self._tls is None else [_follow_files(self._tls)]
+        following = [] if self._tls is None else [self._tls.follow()]
         if self._authorizer is not None:
             following.append(self._authorizer.watch())
         try:
