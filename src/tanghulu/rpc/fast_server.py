@@ -26,7 +26,7 @@ import structlog
 from tanghulu.auth.places import CONNECTIONS_ONE_IN, Caller, Places, Strangers, host_of
 from tanghulu.auth.tenants import Identity
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
-from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, encode_head
+from tanghulu.rpc.frames import ERROR, Frame, FrameReader, PartialFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
 from tanghulu.rpc.slow_peers import SLOW_PEER_S, Due, PendingBytes, SlowPeerWatch
@@ -276,18 +276,14 @@ class FastServerProtocol(asyncio.Protocol):
             return
         self._known()
         caller = Caller.of(self._peer.identity)
+        connection = self._transport.get_extra_info("socket") if self._transport is not None else None
         try:
             service.places.take(caller, service.max_connections)
+            self._caller = caller
+            if connection is not None:
+                refuse_last_descriptors(connection.fileno())
         except Overloaded as error:
             self._end(error)
-            return
-        self._caller = caller
-        connection = self._transport.get_extra_info("socket") if self._transport is not None else None
-        if connection is not None:
-            try:
-                refuse_last_descriptors(connection.fileno())
-            except Overloaded as error:
-                self._end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what the connection had started and notify the service."""
@@ -585,17 +581,3 @@ class _Bulk(asyncio.BufferedProtocol):
         self._partial.filled(nbytes)
         if not self._partial.missing:
             self._main.bulk_ended()
-
-
-__all__ = [
-    "NO_ANSWER",
-    "PREAMBLE",
-    "Answer",
-    "AnswerStream",
-    "FastServerProtocol",
-    "FastService",
-    "Handler",
-    "Later",
-    "PayloadSink",
-    "Peer",
-]

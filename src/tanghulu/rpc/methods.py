@@ -170,18 +170,3 @@ def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> A
         return [_changed(each, path, change) for each in value]
     name, *rest = path
     return msgspec.structs.replace(value, **{name: _changed(getattr(value, name), rest, change)})
-
-
-__all__ = [
-    "END",
-    "HELLO",
-    "PROTOCOL_VERSION",
-    "EndReply",
-    "EndRequest",
-    "Method",
-    "Rule",
-    "Scoping",
-    "require_version",
-    "scope_keys",
-    "writing",
-]
