@@ -54,8 +54,7 @@ def device() -> Rank:
 def connector(module: Any, device: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(module, "memory_of", lambda *args: device.memory)
     made = module.TanghuluConnector.__new__(module.TanghuluConnector)
-    made._scheduler = None
-    made._rank = module.RankSide(0, NUM_BLOCKS, OPTIONS, Fingerprint(b"0" * 16), device.store)
+    made.rank = made._side = module.RankSide(0, NUM_BLOCKS, OPTIONS, Fingerprint(b"0" * 16), device.store)
     made.register_kv_caches(device.layers)
     yield made
     made.shutdown()

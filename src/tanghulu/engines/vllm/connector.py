@@ -74,14 +74,13 @@ class TanghuluConnector(KVConnectorBase_V1):
         options = ConnectorOptions.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         fingerprint = fingerprint_of(vllm_config, kv_cache_config, options.namespace)
         store = options.open_store(CONNECT_DEADLINE_S)
-        self._scheduler: SchedulerSide | None = None
-        self._rank: RankSide | None = None
+        self._side: SchedulerSide | RankSide
         if role == KVConnectorRole.SCHEDULER:
             _log.info("tanghulu: blocks are kept at %s as kv/%s/...", options.master, fingerprint[:8].hex())
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options, fingerprint, store)
+            self.scheduler = self._side = SchedulerSide(vllm_config, kv_cache_config, options, fingerprint, store)
         else:
             rank, num_blocks = vllm_config.parallel_config.rank, kv_cache_config.num_blocks
-            self._rank = RankSide(rank, num_blocks, options, fingerprint, store)
+            self.rank = self._side = RankSide(rank, num_blocks, options, fingerprint, store)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,16 +88,9 @@ class TanghuluConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """End the transfers and close the client."""
-        side = self._scheduler or self._rank
-        if side is not None:
-            side.close()
+        self._side.close()
 
     # --- in the scheduler's process
-
-    @property
-    def scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None, "this is a rank, not the scheduler"
-        return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Register the pool whose blocks are pinned while they are saved."""
@@ -145,11 +137,6 @@ class TanghuluConnector(KVConnectorBase_V1):
         return bool(self.scheduler.book.saves)
 
     # --- in a rank
-
-    @property
-    def rank(self) -> RankSide:
-        assert self._rank is not None, "this is the scheduler, not a rank"
-        return self._rank
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache's memory."""
