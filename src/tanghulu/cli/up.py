@@ -29,7 +29,7 @@ from tanghulu.conductor.tools.choosing import AUTO, REASONING_PARSERS, TOOL_CALL
 from tanghulu.errors import ConfigError, TanghuluError, error_from_code
 from tanghulu.eviction import POLICIES
 from tanghulu.runtime import extras
-from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, table_in
+from tanghulu.runtime.config import MOST_PORT, check_bounds, command, configuration_file, option, read_table
 from tanghulu.runtime.limits import refuse_too_much
 from tanghulu.runtime.master_options import SecretOptions
 from tanghulu.runtime.process import own_address, private_directory, stop_signals
@@ -194,7 +194,7 @@ class Cluster:
         for number in stop_signals():
             # A terminal that is closed may send more than one SIGHUP: that is no request to hurry.
             loop.add_signal_handler(number, self._end if number is signal.SIGHUP else self._signalled)
-        self._add_master()
+        self._add("master", "master", self._config.master_port)
         announce = asyncio.create_task(self._announce_ready())
         watch = asyncio.create_task(self._kill_the_hung())
         try:
@@ -230,9 +230,6 @@ class Cluster:
         self._plan.add(name, vital=role in _VITAL and not (role == "conductor" and self._config.conductors > 1))
         self._board.add(name)
 
-    def _add_master(self) -> None:
-        self._add("master", "master", self._config.master_port)
-
     def _add_others(self, master: str) -> None:
         """Add all other processes: they need the master's address, with port 0 unknown until it is ready."""
         config, at = self._config, ("--master", master)
@@ -267,7 +264,8 @@ class Cluster:
         ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
         timeout = ("--worker-timeout-s", str(config.worker_timeout_s))
         ports = ("--grpc-port", str(config.grpc_port)) if config.grpc_port >= 0 else ()
-        given = (*at, "--policy", config.policy, *timeout, *ends, *ports, *self._parsers())
+        parsers = ("--tool-call-parser", config.tool_call_parser, "--reasoning-parser", config.reasoning_parser)
+        given = (*at, "--policy", config.policy, *timeout, *ends, *ports, *parsers)
         shared = ("--reuse-port",) if config.conductors > 1 else ()
         for i in range(config.conductors):
             self._add("conductor", f"conductor-{i}" if i else "conductor", config.port, *given, *shared)
@@ -275,10 +273,6 @@ class Cluster:
     @property
     def _checked(self) -> tuple[str, ...]:
         return ("--debug", "checks=true") if self._config.checks else ()
-
-    def _parsers(self) -> tuple[str, ...]:
-        config = self._config
-        return ("--tool-call-parser", config.tool_call_parser, "--reasoning-parser", config.reasoning_parser)
 
     # --- events
 
@@ -417,7 +411,8 @@ def without_options(arguments: Sequence[str], table: Mapping[str, Any]) -> list[
 
 def _tables_of_parts(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the tables of ``file`` for the cluster's processes; raises ConfigError for options set by `up`."""
-    tables = {role: table_in(file, role) for role in _PARTS} if file is not None else {}
+    contents: dict[str, dict[str, Any]] = read_table(file) if file is not None else {}
+    tables = {role: contents.get(role, {}) for role in _PARTS}
     for role, table in tables.items():
         for key in sorted(table.keys() & _DECIDED_HERE):
             raise ConfigError(f"{file}: [{role}] {key} is set by `tanghulu up` for all its processes; remove it")

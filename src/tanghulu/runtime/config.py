@@ -246,12 +246,6 @@ def read_table(path: Path, what: str = "configuration", *, is_json: bool = False
         raise ConfigError(f"cannot read {what} {path}: {error}") from error
 
 
-def table_in(path: Path, name: str) -> dict[str, Any]:
-    """Return the table ``name`` of a TOML file accepted by ``load_toml``, unchanged."""
-    table: dict[str, Any] = read_table(path).get(name, {})
-    return table
-
-
 def variables() -> set[str]:
     """Return the set TANGHULU_* variables."""
     return {key for key in os.environ if key.startswith(PREFIX)}
