@@ -157,13 +157,8 @@ def read_blocking(addresses: Sequence[Address], key: bytes, deadline_s: float) -
     failure = ""
     for address in addresses:
         with grpc.insecure_channel(str(address), options=[("grpc.enable_http_proxy", 0)]) as link:
-            ask = link.unary_unary(
-                "/etcdserverpb.KV/Range",
-                request_serializer=etcd_pb2.RangeRequest.SerializeToString,
-                response_deserializer=etcd_pb2.RangeResponse.FromString,
-            )
             try:
-                reply = ask(etcd_pb2.RangeRequest(key=key), timeout=deadline_s)
+                reply = etcd_pb2_grpc.KVStub(link).Range(etcd_pb2.RangeRequest(key=key), timeout=deadline_s)
             except grpc.RpcError as error:
                 failure = f"etcd at {address}: {error.details() if isinstance(error, grpc.Call) else error}"
                 continue
