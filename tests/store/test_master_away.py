@@ -95,7 +95,6 @@ def test_another_leader_than_the_one_that_was_named_is_not_waited_for() -> None:
 def test_a_single_master_that_stands_still_has_all_of_the_time() -> None:
     assert Seeking(MasterFinder(A), 10.0, 5.0, waits=True).attempt_s(12.0) == 3.0
     assert Seeking(MasterFinder(Masters.parse("h:1,h:2")), 10.0, 5.0).attempt_s(12.0) == ATTEMPT_S
-    assert Seeking(MasterFinder(A), 10.0, 5.0).waited_s(12.0) == 2.0
 
 
 # --- what a client can do without the master is not kept by it

@@ -28,6 +28,7 @@ from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
+_PREFIX = "/tanghulu"
 _RETRY_S = 0.2
 
 
@@ -89,9 +90,8 @@ class EtcdRegistration:
 class EtcdDiscovery:
     """Instances in the etcd at ``addresses``. An async context manager; leases have etcd's minimum TTL of about 2 s."""
 
-    def __init__(self, *addresses: Address, prefix: str = "/tanghulu") -> None:
+    def __init__(self, *addresses: Address) -> None:
         self.client = EtcdClient(addresses)
-        self._prefix = prefix
         self._rare_log = RareLog(_log)
         self._registrations: set[EtcdRegistration] = set()
         #: Unreadable entries that were skipped.
@@ -109,7 +109,7 @@ class EtcdDiscovery:
 
     async def look(self) -> None:
         """Read a key. Raises MasterUnavailable."""
-        await self.client.range(self._prefix.encode())
+        await self.client.range(_PREFIX.encode())
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> EtcdRegistration:
         """Register ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
@@ -178,7 +178,7 @@ class EtcdDiscovery:
         return mirror.put(instance) if not roles or instance.role in roles else []
 
     def _range_key(self, namespace: str) -> bytes:
-        return f"{self._prefix}/{namespace}/".encode()
+        return f"{_PREFIX}/{namespace}/".encode()
 
     def _key(self, instance: Instance) -> bytes:
         return self._range_key(instance.namespace) + instance.id.encode()

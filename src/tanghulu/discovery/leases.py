@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import secrets
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tanghulu.discovery.base import WAIT_FOR_LEASE, EventKind, Instance, InstanceEvent, require_same_role
@@ -39,8 +38,7 @@ class InstanceLease:
 class LeaseTable:
     """The registered instances. Changes are queued in order until ``take_events``."""
 
-    def __init__(self, new_lease_id: Callable[[], int] = lambda: secrets.randbits(63) | 1) -> None:
-        self._new_lease_id = new_lease_id
+    def __init__(self) -> None:
         self._leases: dict[str, InstanceLease] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; stale entries are dropped when popped
         self._events: list[InstanceEvent] = []
@@ -71,7 +69,7 @@ class LeaseTable:
             require_same_role(before.instance, instance)
             if before.owner != owner:
                 raise Conflict(f"instance {instance.id!r} was registered with another token; {WAIT_FOR_LEASE}")
-        lease_id = self._new_lease_id()
+        lease_id = secrets.randbits(63) | 1
         expires_s = now_s + ttl_s
         wake_s = expires_s if before is None else min(before.wake_s, expires_s)
         if before is None or wake_s < before.wake_s:

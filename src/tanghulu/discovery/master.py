@@ -136,27 +136,20 @@ class MasterRegistration:
             if not known or self._entered != self._instance:
                 await self._enter(_CALL_DEADLINE_S)
         if not known:
-            self._discovery.reregistered(self._instance)
+            generation = self._discovery.master_generation
+            _log.info("discovery.reregistered", instance=self._instance.id, master_generation=generation)
 
 
 class MasterDiscovery:
     """Instances at the master, or at the leader of several. An async context manager; leaving it closes its
     registrations.
 
-    ``on_reregistered(master_generation)`` is called whenever an instance had to be registered again: a node then
-    sends its report, because that master's directory has lost it. ``finder`` may be shared with other callers of
-    the master in this process.
+    ``finder`` may be shared with other callers of the master in this process.
     """
 
-    def __init__(
-        self,
-        masters: Masters | Address,
-        on_reregistered: Callable[[int], None] | None = None,
-        finder: MasterFinder | None = None,
-    ) -> None:
+    def __init__(self, masters: Masters | Address, finder: MasterFinder | None = None) -> None:
         self.master_generation = 0  # of the last answer; 0 before the first
         self.registrations: set[MasterRegistration] = set()
-        self._on_reregistered = on_reregistered
         self._finder = finder or MasterFinder(masters)
         self._peer = f"master at {masters}"
         self._clock = SystemClock()
@@ -340,9 +333,3 @@ class MasterDiscovery:
 
     async def _connect(self, address: Address, deadline_s: float) -> AsyncFastConnection:
         return await greeting.connect(address, self._finder.masters.credentials_for(address), MASTER, deadline_s)
-
-    def reregistered(self, instance: Instance) -> None:
-        """Note that an instance had to be registered again."""
-        _log.info("discovery.reregistered", instance=instance.id, master_generation=self.master_generation)
-        if self._on_reregistered is not None:
-            self._on_reregistered(self.master_generation)

@@ -125,7 +125,7 @@ class Seeking:
         rng: Random | None = None,
     ) -> None:
         self._finder = finder
-        self._began_s, self._until_s = now_s, now_s + deadline_s
+        self._until_s = now_s + deadline_s
         self._waits = waits or finder.several
         self._backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S, rng)
 
@@ -133,10 +133,6 @@ class Seeking:
         """Return the seconds that the next attempt may take."""
         left_s = max(self._until_s - now_s, 0.0)
         return min(left_s, ATTEMPT_S) if self._finder.several else left_s
-
-    def waited_s(self, now_s: float) -> float:
-        """Return the seconds since the first attempt."""
-        return now_s - self._began_s
 
     def pause_s(self, tried: Address | None, error: TanghuluError, now_s: float) -> float | None:
         """Return the seconds until the next attempt after ``error`` from ``tried``; None to raise ``error``."""
