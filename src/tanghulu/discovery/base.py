@@ -1,7 +1,7 @@
 """The Discovery interface: processes register instances under leases; others watch them appear and disappear.
 
-One contract suite (tests/contracts/discovery.py) runs against every implementation: the master (the default), a file,
-memory. An implementation only stores and reports; it does not decide the use of an instance.
+One contract suite (tests/discovery/test_contract.py) runs against every implementation: the master (the default), etcd,
+a file. An implementation only stores and reports; it does not decide the use of an instance.
 """
 
 from __future__ import annotations

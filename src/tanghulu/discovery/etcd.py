@@ -22,6 +22,7 @@ from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent, requ
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.discovery.instance_wire import instance_from_bytes, instance_to_bytes
 from tanghulu.discovery.mirror import InstanceMirror
+from tanghulu.discovery.renewing import RenewedRegistration
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import etcd_pb2
 from tanghulu.runtime.telemetry import RareLog
@@ -32,25 +33,17 @@ _PREFIX = "/tanghulu"
 _RETRY_S = 0.2
 
 
-class EtcdRegistration:
+class EtcdRegistration(RenewedRegistration):
     """A key under a lease that its own task keeps alive."""
 
     def __init__(self, discovery: EtcdDiscovery, instance: Instance, ttl_s: float) -> None:
+        super().__init__(discovery.registrations, instance, ttl_s)
         self._discovery = discovery
-        self._instance = instance
-        self._ttl_s = ttl_s
         #: The lease under which ``instance`` was last written; 0 while a write is due.
         self._lease = 0
-        self._writing = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Acquire a lease and write the key; raises MasterUnavailable if etcd does not answer."""
-        await self._enter()
-        self._renewing = asyncio.create_task(self._renew())
 
     async def _enter(self) -> None:
-        async with self._writing:
+        async with self._lock:
             await self._write(await self._discovery.client.grant(self._ttl_s))
 
     async def _write(self, lease: int) -> None:
@@ -59,7 +52,7 @@ class EtcdRegistration:
         await self._discovery.put(self._instance, lease)
         self._lease = lease
 
-    async def _renew(self) -> None:
+    async def _renew_forever(self) -> None:
         """Keep the lease alive; register under a new one if it has expired, or the last write failed."""
         while True:
             await asyncio.sleep(self._ttl_s / 3)
@@ -72,19 +65,14 @@ class EtcdRegistration:
     async def update(self, instance: Instance) -> None:
         """Replace the registered contents (same id). A failed write is repeated at the next renewal."""
         assert instance.id == self._instance.id, "an update keeps the id"
-        async with self._writing:
+        async with self._lock:
             self._instance = instance
             if self._lease:
                 await self._write(self._lease)
 
-    async def close(self) -> None:
-        """Unregister now; if etcd is unreachable, the lease expires."""
-        self._discovery.forget(self)
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-            with contextlib.suppress(TanghuluError):
-                await self._discovery.client.revoke(self._lease)
+    async def _leave(self) -> None:
+        with contextlib.suppress(TanghuluError):
+            await self._discovery.client.revoke(self._lease)
 
 
 class EtcdDiscovery:
@@ -93,7 +81,7 @@ class EtcdDiscovery:
     def __init__(self, *addresses: Address) -> None:
         self.client = EtcdClient(addresses)
         self._rare_log = RareLog(_log)
-        self._registrations: set[EtcdRegistration] = set()
+        self.registrations: set[EtcdRegistration] = set()
         #: Unreadable entries that were skipped.
         self.num_unreadable = 0
 
@@ -103,7 +91,7 @@ class EtcdDiscovery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for registration in list(self._registrations):
+        for registration in list(self.registrations):
             await registration.close()
         await self.client.close()
 
@@ -113,14 +101,7 @@ class EtcdDiscovery:
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> EtcdRegistration:
         """Register ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
-        registration = EtcdRegistration(self, instance, ttl_s)
-        await registration.open()
-        self._registrations.add(registration)
-        return registration
-
-    def forget(self, registration: EtcdRegistration) -> None:
-        """Drop a closed registration, which leaving the context need not close."""
-        self._registrations.discard(registration)
+        return await EtcdRegistration(self, instance, ttl_s).open()
 
     async def require_role(self, instance: Instance) -> None:
         """Raise Conflict if a live instance with this id has another role."""

@@ -33,6 +33,7 @@ import structlog
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent, require_same_role, validate
 from tanghulu.discovery.leases import MAX_TTL_S
 from tanghulu.discovery.mirror import InstanceMirror
+from tanghulu.discovery.renewing import RenewedRegistration
 from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.telemetry import RareLog
@@ -86,21 +87,15 @@ def decode(data: bytes) -> tuple[Instance, float]:
         raise InvalidRequest(f"not an instance file: {type(error).__name__}: {error}") from error
 
 
-class FileRegistration:
+class FileRegistration(RenewedRegistration):
     """An instance's file, touched by a task until ``close``."""
 
     def __init__(self, discovery: FileDiscovery, path: Path, instance: Instance, ttl_s: float) -> None:
-        self._discovery = discovery
+        super().__init__(discovery.registrations, instance, ttl_s)
         self._path = path
-        self._instance = instance
-        self._ttl_s = ttl_s
-        self._lock = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
-        """Write the file for the first time; raises MasterUnavailable."""
+    async def _enter(self) -> None:
         await self.update(self._instance)
-        self._renewing = asyncio.create_task(self._renew_forever())
 
     async def update(self, instance: Instance) -> None:
         """Replace the registered contents (same id). Raises MasterUnavailable if the directory cannot be written."""
@@ -109,14 +104,7 @@ class FileRegistration:
             self._instance = instance
             await asyncio.to_thread(_write, self._path, encode(instance, self._ttl_s))
 
-    async def close(self) -> None:
-        """Delete the file now."""
-        if self._renewing is None:
-            return
-        renewing, self._renewing = self._renewing, None
-        renewing.cancel()
-        await asyncio.gather(renewing, return_exceptions=True)
-        self._discovery.registrations.discard(self)
+    async def _leave(self) -> None:
         async with self._lock:
             await asyncio.to_thread(_unlink, self._path)
 
@@ -208,10 +196,7 @@ class FileDiscovery:
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> FileRegistration:
         """Register ``instance``. Raises MasterUnavailable if the directory cannot be written."""
-        registration = FileRegistration(self, self._path_of(instance), instance, ttl_s)
-        await registration.open()
-        self.registrations.add(registration)
-        return registration
+        return await FileRegistration(self, self._path_of(instance), instance, ttl_s).open()
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
         """Yield every live instance, then SYNCED, then changes, at most ``poll_s`` late."""

@@ -36,6 +36,7 @@ from tanghulu.discovery.membership import (
     WatchRequest,
 )
 from tanghulu.discovery.mirror import InstanceMirror
+from tanghulu.discovery.renewing import RenewedRegistration
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -65,45 +66,33 @@ _WATCH_MOST_S = 1.0
 A = TypeVar("A", bound=Body)
 
 
-class MasterRegistration:
+class MasterRegistration(RenewedRegistration):
     """An instance at the master, its lease renewed by a task until ``close``."""
 
     def __init__(self, discovery: MasterDiscovery, instance: Instance, ttl_s: float) -> None:
+        super().__init__(discovery.registrations, instance, ttl_s)
         self._discovery = discovery
-        self._instance = instance
         self._entered: Instance | None = None
-        self._ttl_s = ttl_s
         self._lease_id = 0
         self._clock = SystemClock()
         #: When the lease ends unless it is renewed; the master's clock starts later.
         self.lease_until_s = float("-inf")
-        self._lock = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Register for the first time; raises MasterUnavailable."""
-        await self._enter(REGISTER_DEADLINE_S)
-        self._renewing = asyncio.create_task(self._renew_forever())
 
     async def update(self, instance: Instance) -> None:
         """Replace the registered contents. After MasterUnavailable they are sent when the master is back."""
         assert instance.id == self._instance.id, "an update keeps the id"
         self._instance = instance
         async with self._lock:
-            await self._enter(REGISTER_DEADLINE_S)
+            await self._enter()
 
-    async def close(self) -> None:
-        """Unregister now; without a master the lease expires by itself."""
-        if self._renewing is None:
-            return
-        renewing, self._renewing = self._renewing, None
-        renewing.cancel()
-        await asyncio.gather(renewing, return_exceptions=True)
-        self._discovery.registrations.discard(self)
+    async def _leave(self) -> None:
         with contextlib.suppress(TanghuluError):
             await self._discovery.deregister(self._instance, self._lease_id)
 
-    async def _enter(self, deadline_s: float) -> None:
+    async def _enter(self) -> None:
+        await self._register(REGISTER_DEADLINE_S)
+
+    async def _register(self, deadline_s: float) -> None:
         instance, until_s = self._instance, self._clock.now_s() + self._ttl_s
         self._lease_id = await self._discovery.enter(instance, self._ttl_s, deadline_s)
         self._entered, self.lease_until_s = instance, until_s
@@ -134,7 +123,7 @@ class MasterRegistration:
             if known:
                 self.lease_until_s = until_s
             if not known or self._entered != self._instance:
-                await self._enter(_CALL_DEADLINE_S)
+                await self._register(_CALL_DEADLINE_S)
         if not known:
             generation = self._discovery.master_generation
             _log.info("discovery.reregistered", instance=self._instance.id, master_generation=generation)
@@ -200,10 +189,7 @@ class MasterDiscovery:
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MasterRegistration:
         """Register ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""
-        registration = MasterRegistration(self, instance, ttl_s)
-        await registration.open()
-        self.registrations.add(registration)
-        return registration
+        return await MasterRegistration(self, instance, ttl_s).open()
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
         """Yield every live instance, then SYNCED, then changes; waits for an unreachable master."""
