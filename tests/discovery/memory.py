@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Self
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, EventKind, Instance, InstanceEvent
@@ -116,9 +115,7 @@ class MemoryDiscovery:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for registration in list(self.registrations):
             await registration.close()
 

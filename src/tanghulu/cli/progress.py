@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
@@ -57,9 +56,7 @@ class Board:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def add(self, name: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
-from types import TracebackType
 from typing import Protocol, Self
 
 from tanghulu.errors import Conflict, InvalidRequest
@@ -152,6 +151,4 @@ class Discovery(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    async def __aexit__(self, *error: object) -> None: ...

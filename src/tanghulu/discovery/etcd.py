@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -88,9 +87,7 @@ class EtcdDiscovery:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for registration in list(self.registrations):
             await registration.close()
         await self.client.close()

@@ -15,7 +15,6 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from random import Random
-from types import TracebackType
 from typing import Self, TypeVar
 
 import structlog
@@ -150,9 +149,7 @@ class MasterDiscovery:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
         for each in self._links.values():
             await each.close()
