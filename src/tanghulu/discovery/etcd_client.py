@@ -19,6 +19,7 @@ import grpc.aio
 from tanghulu.errors import DeadlineExceeded, MasterUnavailable
 from tanghulu.protos import etcd_pb2, etcd_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import Address
 
 CALL_DEADLINE_S = 3.0
@@ -144,8 +145,7 @@ class EtcdClient:
             finally:
                 call.cancel()
                 if reading is not None:
-                    reading.cancel()
-                    await asyncio.gather(reading, return_exceptions=True)
+                    await cancelled(reading)
 
     async def _beat(self, link: grpc.aio.Channel, key: bytes) -> None:
         """Raise gRPC's error unless etcd, with a majority of its members, answers over ``link``."""

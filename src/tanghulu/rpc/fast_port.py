@@ -25,7 +25,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.sockets import listen_nearby, peer_pidfd, peer_process, peer_uid, private_files, unpace_within_machine
-from tanghulu.runtime.tasks import accept_no_more
+from tanghulu.runtime.tasks import accept_no_more, cancelled
 from tanghulu.runtime.telemetry import RareLog
 from tanghulu.types import Address
 
@@ -104,8 +104,7 @@ class FastPort:
         for server in self._servers:
             server.close()
         if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+            await cancelled(self._refreshing)
         if self._handshakes is not None:
             self._handshakes.close()
         for transport in list(self._transports):

@@ -11,13 +11,13 @@ stored chunks than there are rows would wait for ever. ``Promotions`` limits the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tanghulu.engines.common.cache_tasks import Tasks
 from tanghulu.engines.common.options import LevelOptions
-from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
 
@@ -41,16 +41,8 @@ class TierJobs:
     Methods are called by the engine's thread only.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        memory: memoryview,
-        row_bytes: int,
-        options: LevelOptions,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, store: BlockStore, memory: memoryview, row_bytes: int, options: LevelOptions) -> None:
         self._store, self._memory, self._row_bytes = store, memory, row_bytes
-        self._clock = clock or SystemClock()
         # Requests wait for loads: stores, however many, have their own thread.
         self._loads: Tasks[EndedJob] = Tasks("load", options.threads, lambda: None)
         self._stores: Tasks[EndedJob] = Tasks("store", 1, lambda: None, options.max_pending_bytes)
@@ -96,9 +88,9 @@ class TierJobs:
         keys: Sequence[ChunkKey],
         rows: Sequence[int],
     ) -> EndedJob:
-        began_s = self._clock.now_s()
+        began_s = time.monotonic()
         good = move(keys, [self._row(row) for row in rows])
-        took_s = self._clock.now_s() - began_s
+        took_s = time.monotonic() - began_s
         return EndedJob(job_id, tuple(good), took_s, sum(good) * self._row_bytes)
 
     def _row(self, row: int) -> memoryview:

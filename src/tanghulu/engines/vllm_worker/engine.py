@@ -26,6 +26,7 @@ from msgspec import structs
 from tanghulu.engines.vllm_worker.requests import VllmRequest, output_of
 from tanghulu.errors import Conflict, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.hashing import TokenSequence
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.session.outputs import FinishReason, KvChange, KvSource, Output
 from tanghulu.session.speed import SpeedMeter
 from tanghulu.types import BlockHash, RequestId
@@ -252,10 +253,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Abort the requests in progress."""
-        tasks = [*self._tasks.values(), *([self._beating] if self._beating is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks.values(), *([self._beating] if self._beating is not None else []))
 
     def check(self) -> None:
         self._book.check()
