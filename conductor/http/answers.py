@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tanghulu.conductor.http import openai_format as shape
+from tanghulu.conductor.http.prompt_logprobs import with_prompt_logprobs
 from tanghulu.conductor.http.reply import DONE, last_events
 from tanghulu.conductor.inference.generation import AnswerReader, GenerationCall, TextDelta
 from tanghulu.conductor.text.preparing import made_ready
@@ -88,14 +89,21 @@ def _delta_of(event: AnswerEvent) -> dict[str, Any] | None:
             return None
 
 
-class ChoiceStream:
-    """The choices as server-sent events. Each begins with its role or its echo.
+class ChoicesAnswer:
+    """The choices as server-sent events or whole. In a stream each begins with its role or its echo.
 
-    Text alone gives an event for each token with visible text. Log probabilities are held back with their text.
+    Text alone gives an event for each token with visible text. Log probabilities are held back with their text. With
+    ``prompt_logprobs`` a whole answer has that many of the prompt's log probabilities a token, under vLLM's name.
     """
 
-    def __init__(self, call: GenerationCall, writer: shape.ChunkWriter, choices: Sequence[Choice]) -> None:
-        self._call, self._writer, self._choices = call, writer, choices
+    def __init__(
+        self,
+        call: GenerationCall,
+        writer: shape.ChunkWriter,
+        choices: Sequence[Choice],
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        self._call, self._writer, self._choices, self._prompt_logprobs = call, writer, choices, prompt_logprobs
 
     def take(self, index: int, delta: TextDelta) -> bytes:
         choice, writer = self._choices[index], self._writer
@@ -116,17 +124,18 @@ class ChoiceStream:
         """Return the final events of the choices cut short by an error."""
         return last_events(error, choices=shape.failed_choices(self._call))
 
+    async def whole(self) -> dict[str, Any]:
+        await self._call.read_all(lambda index, delta: self._choices[index].keep(delta))
+        return await made_ready(self._call.shows_much, self._whole)
+
+    def _whole(self) -> dict[str, Any]:
+        is_chat = self._writer.is_chat
+        answer = shape.whole(self._call, is_chat, [choice.whole(is_chat) for choice in self._choices])
+        return with_prompt_logprobs(answer, self._call, self._prompt_logprobs)
+
     def _parsed(self, index: int, choice: Choice, delta: TextDelta) -> bytes:
         choice.pending += delta.logprobs
         shown = [part for event in choice.reader.take(delta) if (part := _delta_of(event)) is not None]
         if not shown and delta.finish is not None and choice.pending:
             shown = [{"content": ""}]
         return b"".join([self._writer.delta(index, part, choice.take_logprobs()) for part in shown])
-
-
-async def whole_answer(call: GenerationCall, choices: Sequence[Choice], is_chat: bool) -> dict[str, Any]:
-    """Return the whole answer, once all sequences have ended."""
-    await call.read_all(lambda index, delta: choices[index].keep(delta))
-    return await made_ready(
-        call.shows_much, lambda: shape.whole(call, is_chat, [choice.whole(is_chat) for choice in choices])
-    )

@@ -12,14 +12,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tanghulu.conductor.http import openai_format as shape
-from tanghulu.conductor.http.answers import Choice, ChoiceStream, Logprobs, whole_answer
-from tanghulu.conductor.http.prompt_logprobs import EchoedLogprobs, with_prompt_logprobs
-from tanghulu.conductor.http.reply import EventStream, JsonWhenDone, reading
+from tanghulu.conductor.http.answers import Choice, ChoicesAnswer, Logprobs
+from tanghulu.conductor.http.prompt_logprobs import EchoedLogprobs
+from tanghulu.conductor.http.reply import reading, reply
 from tanghulu.conductor.inference.generation import Generation, GenerationCall
 from tanghulu.conductor.inference.preprocess import parse_chat, parse_completion
 from tanghulu.conductor.inference.schema import ChatBody, CompletionBody, OpenAIBody
 from tanghulu.conductor.inference.service import Service
-from tanghulu.conductor.text.preparing import in_thread, made_ready
+from tanghulu.conductor.text.preparing import in_thread
 
 
 def router(service: Service) -> APIRouter:
@@ -70,17 +70,8 @@ def router(service: Service) -> APIRouter:
 
 
 def _reply(service: Service, call: GenerationCall, choices: Sequence[Choice], body: OpenAIBody) -> Response:
-    """Return the reply, streamed or whole; a whole one has the prompt's log probabilities under vLLM's name."""
-    is_chat = isinstance(body, ChatBody)
-    if body.stream:
-        writer = shape.ChunkWriter(call, is_chat, body.include_usage, body.continuous_usage)
-        return EventStream(call, service.forget, ChoiceStream(call, writer, choices))
-
-    async def answer() -> dict[str, Any]:
-        computed = await whole_answer(call, choices, is_chat)
-        return await made_ready(call.shows_scores, with_prompt_logprobs, computed, call, body.prompt_logprobs)
-
-    return JsonWhenDone(call, service.forget, answer)
+    writer = shape.ChunkWriter(call, isinstance(body, ChatBody), body.include_usage, body.continuous_usage)
+    return reply(service, call, ChoicesAnswer(call, writer, choices, body.prompt_logprobs), body.stream)
 
 
 def _logprobs_of(generation: Generation, body: CompletionBody) -> Logprobs | None:

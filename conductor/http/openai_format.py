@@ -46,11 +46,11 @@ class ChunkWriter:
         self._call = call
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
-        self._is_chat = is_chat
+        self.is_chat = is_chat
 
     def opening(self, index: int, echo: str = "", logprobs: Any = None) -> bytes:
         """Return a choice's beginning: its role in a chat, else the prompt's text if it is to be echoed."""
-        if self._is_chat:
+        if self.is_chat:
             return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
         return self.delta(index, {"content": echo}, logprobs) if echo else b""
 
@@ -63,11 +63,11 @@ class ChunkWriter:
 
     def delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> bytes:
         """Return a chunk with the next part of a chat's message; that of a completion has content alone."""
-        part = f'"delta":{dumps(delta)}' if self._is_chat else f'"text":{dumps(delta["content"])}'
+        part = f'"delta":{dumps(delta)}' if self.is_chat else f'"text":{dumps(delta["content"])}'
         return self._chunk(index, part, logprobs, None)
 
     def finish(self, index: int, reason: str) -> bytes:
-        return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, reason)
+        return self._chunk(index, '"delta":{}' if self.is_chat else '"text":""', None, reason)
 
     def end(self) -> bytes:
         """Return the chunk with the usage and the explanation of cache misses, as far as requested."""

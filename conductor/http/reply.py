@@ -12,7 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -199,12 +199,11 @@ async def disconnected(receive: Receive) -> None:
 
 
 class _Watched(Response, ABC):
-    """A reply that watches for the client's disconnect; calls ``done`` at its end."""
+    """A reply with an answer that watches for the client's disconnect; calls ``done`` at its end."""
 
-    def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None]) -> None:
+    def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None], answer: Answer) -> None:
         super().__init__()
-        self._call = call
-        self._done = done
+        self._call, self._done, self._answer = call, done, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
@@ -212,7 +211,7 @@ class _Watched(Response, ABC):
         watch = asyncio.ensure_future(disconnected(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
-            await self.answer(scope, send)
+            await self._reply(scope, send)
         finally:
             if watch.done():
                 state["ended"] = CLIENT_CLOSED_REQUEST
@@ -221,8 +220,8 @@ class _Watched(Response, ABC):
             self._done(self._call)
 
     @abstractmethod
-    async def answer(self, scope: Scope, send: Send) -> None:
-        """Produce the answer."""
+    async def _reply(self, scope: Scope, send: Send) -> None:
+        """Send the answer."""
 
 
 def last_events(error: TanghuluError, **beside: Any) -> bytes:
@@ -240,8 +239,8 @@ def stream_error(error: TanghuluError, scope: Scope) -> bytes:
     return named_event(anthropic_body(error, scope)) if is_anthropic(scope) else last_events(error)
 
 
-class StreamedAnswer(Protocol):
-    """Converts the output of a call's sequences to server-sent events."""
+class Answer(Protocol):
+    """The output of a call's sequences in the form of one API: server-sent events, or the whole."""
 
     def take(self, index: int, delta: TextDelta) -> bytes:
         """Return the events for the next delta of a sequence; may be empty."""
@@ -251,10 +250,6 @@ class StreamedAnswer(Protocol):
 
     def failed(self, error: TanghuluError) -> bytes:
         """Return the last events of a stream cut short by an error."""
-
-
-class Answer(StreamedAnswer, Protocol):
-    """An answer that is streamed or sent whole."""
 
     async def whole(self) -> Any:
         """Return the whole answer, once it has ended: JSON's types, or bytes of JSON."""
@@ -266,11 +261,7 @@ class EventStream(_Watched):
     An error before the first one becomes an HTTP error, a later one an event.
     """
 
-    def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None], streamed: StreamedAnswer) -> None:
-        super().__init__(call, done)
-        self._streamed = streamed
-
-    async def answer(self, scope: Scope, send: Send) -> None:
+    async def _reply(self, scope: Scope, send: Send) -> None:
         piece = await self._next()
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         try:
@@ -280,7 +271,7 @@ class EventStream(_Watched):
         except TanghuluError as error:
             log_failure(error, scope)
             scope["state"]["ended"] = status_of(error)
-            piece = self._streamed.failed(error)
+            piece = self._answer.failed(error)
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def _next(self) -> bytes:
@@ -290,29 +281,20 @@ class EventStream(_Watched):
             taken = await self._call.read()
             piece = await made_ready(self._call.shows_scores, self._take, taken)
             if self._call.ended:
-                piece += self._streamed.end()
+                piece += self._answer.end()
         return piece
 
     def _take(self, taken: Sequence[tuple[int, TextDelta]]) -> bytes:
-        return b"".join([self._streamed.take(index, delta) for index, delta in taken])
+        return b"".join([self._answer.take(index, delta) for index, delta in taken])
 
 
 class JsonWhenDone(_Watched):
     """A JSON body computed while the client waits; bytes are sent unchanged."""
 
-    def __init__(
-        self, call: GenerationCall, done: Callable[[GenerationCall], None], compute: Callable[[], Awaitable[Any]]
-    ) -> None:
-        super().__init__(call, done)
-        self._compute = compute
-
-    async def answer(self, scope: Scope, send: Send) -> None:
-        """Compute, then send."""
-        computed = await self._compute()
-        body = computed
-        if not isinstance(computed, bytes):
-            is_large = self._call.shows_much
-            body = await in_thread(dumps_large, computed) if is_large else dumps(computed).encode()
+    async def _reply(self, scope: Scope, send: Send) -> None:
+        body = await self._answer.whole()
+        if not isinstance(body, bytes):
+            body = await in_thread(dumps_large, body) if self._call.shows_much else dumps(body).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -320,6 +302,5 @@ class JsonWhenDone(_Watched):
 
 def reply(service: Service, call: GenerationCall, answer: Answer, streams: bool | None) -> Response:
     """Return the reply to a call, as a stream or whole."""
-    if streams:
-        return EventStream(call, service.forget, answer)
-    return JsonWhenDone(call, service.forget, answer.whole)
+    kind = EventStream if streams else JsonWhenDone
+    return kind(call, service.forget, answer)

@@ -10,7 +10,7 @@ import pytest
 
 from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
 from tanghulu.conductor.dispatch.token_stream import Arrivals, TokenStream
-from tanghulu.conductor.http.answers import Choice, ChoiceStream
+from tanghulu.conductor.http.answers import Choice, ChoicesAnswer
 from tanghulu.conductor.http.openai_format import ChunkWriter
 from tanghulu.conductor.inference.generation import AnswerReader, GenerationCall, TextRules
 from tanghulu.conductor.stories.story import Story
@@ -63,7 +63,7 @@ async def _read(call: GenerationCall):
 
 async def test_tokens_that_came_together_are_an_event_each(dispatcher):
     call = _call(dispatcher)
-    stream = ChoiceStream(call, ChunkWriter(call, True, False), [Choice(AnswerReader(PlainAnswer()))])
+    stream = ChoicesAnswer(call, ChunkWriter(call, True, False), [Choice(AnswerReader(PlainAnswer()))])
     dispatcher.streams["0"].deliver(DeliverTokens(IDS[:2]))
     dispatcher.streams["0"].deliver(DeliverTokens(IDS[2:3]))
     dispatcher.streams["0"].end(ENDED)
