@@ -109,37 +109,34 @@ def _call_names(body: GenerateBody, num_choices: int) -> tuple[str, Sequence[str
     return uuid.uuid4().hex, [f"{rid}{number}" for rid in body.rid for number in numbers]
 
 
+#: The log probabilities of an answer: of its own tokens, of the most likely ones, of those requested by id.
+_LOGPROBS: Final = ("token", "top", "token_ids")
+
+
 class _Answer:
     """One growing sequence of a call in /generate's format: unclosed JSON, so that nothing is written twice."""
 
     def __init__(self) -> None:
-        self.text = bytearray()
-        self.ids = bytearray()
-        self.logprobs = bytearray()
-        self.top = bytearray()
-        self.requested = bytearray()
+        self.text, self.ids = bytearray(), bytearray()
+        self.logprobs = {kind: bytearray() for kind in _LOGPROBS}
         self.shows_input = True
         self.shown_bytes = 0
         self.finish: FinishReason | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top) + len(self.requested)
+        return len(self.text) + len(self.ids) + sum(map(len, self.logprobs.values()))
 
     def add(self, delta: TextDelta, logprobs: Sequence[tuple[str, str, str]]) -> None:
         self.text += dumps(delta.text)[1:-1].encode()
-        for values, items in (
-            (self.ids, map(str, delta.tokens)),
-            (self.logprobs, (own for own, _, _ in logprobs)),
-            (self.top, (top for _, top, _ in logprobs)),
-            (self.requested, (requested for _, _, requested in logprobs)),
-        ):
+        columns = zip(self.logprobs.values(), zip(*logprobs, strict=True), strict=False)  # none without logprobs
+        for values, items in ((self.ids, map(str, delta.tokens)), *columns):
             for item in items:
                 values += b"," * bool(values) + item.encode()
         self.finish = delta.finish or self.finish
 
     def clear(self) -> None:
-        for part in (self.text, self.ids, self.logprobs, self.top, self.requested):
+        for part in (self.text, self.ids, *self.logprobs.values()):
             part.clear()
 
     @property
@@ -220,16 +217,11 @@ class _Reader:
         parts += [b',"meta_info":', dumps(meta).encode()[:-1]]
         sampling = generation.request.sampling
         if sampling.num_logprobs is not None:
-            kinds = [("token", answer.logprobs, True), ("top", answer.top, sampling.num_logprobs > 0)]
-            kinds.append(("token_ids", answer.requested, bool(sampling.logprob_token_ids)))
+            wanted = {"token": True, "top": sampling.num_logprobs > 0, "token_ids": bool(sampling.logprob_token_ids)}
             of_prompt = self._input(answer, generation)
-            for name, output, wanted in kinds:
-                if wanted:
-                    parts += [
-                        f',"input_{name}_logprobs":{of_prompt[name]},"output_{name}_logprobs":['.encode(),
-                        output,
-                        b"]",
-                    ]
+            for kind in filter(wanted.get, _LOGPROBS):
+                head = f',"input_{kind}_logprobs":{of_prompt[kind]},"output_{kind}_logprobs":['
+                parts += [head.encode(), answer.logprobs[kind], b"]"]
         number = b',"index":%d' % index if stream and self._is_batch else b""
         return b"".join([*parts, b"}", number, b"}"])
 
@@ -238,7 +230,7 @@ class _Reader:
         shows = answer.shows_input or (answer.finish is not None and not self._deltas)
         answer.shows_input = False
         found = sglang_input_logprobs(generation, self._with_text) if shows else {}
-        return {name: dumps_large(found.get(name, [])).decode() for name in ("token", "top", "token_ids")}
+        return {kind: dumps_large(found.get(kind, [])).decode() for kind in _LOGPROBS}
 
 
 def _finish_reason(generation: Generation, finish: FinishReason | None) -> dict[str, Any] | None:
