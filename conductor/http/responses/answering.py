@@ -47,6 +47,7 @@ class OutputItems:
         self._open: dict[str, Any] | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._shown_logprobs: list[dict[str, Any]] = []  # of the open item
 
     def take(self, events: Sequence[AnswerEvent], logprobs: Sequence[dict[str, Any]] = ()) -> list[NamedEvent]:
         """Append the next parts; ``logprobs`` are those of their tokens, shown with the text of a message."""
@@ -77,65 +78,46 @@ class OutputItems:
 
     def _begin(self, item: dict[str, Any]) -> NamedEvent:
         self.items.append(item)
-        self._open, self._text = item, []
+        self._open, self._text, self._shown_logprobs = item, [], []
         return ("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})
 
     def _grow(self, kind: str, text: str) -> list[NamedEvent]:
         named: list[NamedEvent] = []
         part, name = _PARTS[kind]
         if self._open is None or self._open["type"] != kind:
-            named += [
-                *self._close(),
-                self._begin(_new(kind)),
-                ("response.content_part.added", self._part(part, "", [])),
-            ]
+            named += [*self._close(), self._begin(_new(kind))]
+            added = self._place() | {"content_index": 0, "part": _content(part, "", [])}
+            named.append(("response.content_part.added", added))
         self._text.append(text)
-        delta = self._part_place() | {"delta": text}
+        delta = self._place() | {"content_index": 0, "delta": text}
         if kind == "message":
             delta["logprobs"] = self._logprobs
-            self._shown_logprobs().extend(self._logprobs)
+            self._shown_logprobs += self._logprobs
             self._logprobs = []
         return [*named, (f"{name}.delta", delta)]
 
     def _close(self, status: str = "completed") -> list[NamedEvent]:
-        item, self._open = self._open, None
-        if item is None:
+        if self._open is None:
             return []
-        text, index = "".join(self._text), len(self.items) - 1
-        item["status"] = status
+        item, place, text = self._open, self._place(), "".join(self._text)
+        self._open, item["status"] = None, status
         if item["type"] == "function_call":
             item["arguments"] = text
-            place = {"item_id": item["id"], "output_index": index, "name": item["name"], "arguments": text}
-            return [
-                ("response.function_call_arguments.done", place),
-                ("response.output_item.done", {"output_index": index, "item": dict(item)}),
-            ]
-        part, name = _PARTS[item["type"]]
-        logprobs = item.pop("_logprobs", [])
-        content = _content(part, text, logprobs)
-        item["content"] = [content]
-        place = {"item_id": item["id"], "output_index": index, "content_index": 0}
-        done = place | {"text": text} | ({"logprobs": logprobs} if part == "output_text" else {})
-        return [
-            (f"{name}.done", done),
-            ("response.content_part.done", place | {"part": content}),
-            ("response.output_item.done", {"output_index": index, "item": dict(item)}),
-        ]
-
-    def _shown_logprobs(self) -> list[dict[str, Any]]:
-        assert self._open is not None
-        found: list[dict[str, Any]] = self._open.setdefault("_logprobs", [])
-        return found
+            done = place | {"name": item["name"], "arguments": text}
+            named = [("response.function_call_arguments.done", done)]
+        else:
+            part, name = _PARTS[item["type"]]
+            content = _content(part, text, self._shown_logprobs)
+            item["content"] = [content]
+            place |= {"content_index": 0}
+            done = place | {"text": text} | ({"logprobs": self._shown_logprobs} if part == "output_text" else {})
+            named = [(f"{name}.done", done), ("response.content_part.done", place | {"part": content})]
+        ended = {"output_index": place["output_index"], "item": dict(item)}
+        return [*named, ("response.output_item.done", ended)]
 
     def _place(self) -> dict[str, Any]:
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self.items) - 1}
-
-    def _part_place(self) -> dict[str, Any]:
-        return self._place() | {"content_index": 0}
-
-    def _part(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._part_place() | {"part": _content(kind, text, logprobs)}
 
 
 def _new(kind: str) -> dict[str, Any]:
