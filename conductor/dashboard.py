@@ -160,7 +160,7 @@ class Dashboard:
             "workers": [_worker(each) for each in self._dispatcher.registry.workers.values()][:MAX_SHOWN],
             "requests": flights[:MAX_SHOWN],
             "num_requests": len(flights),
-            "prefixes": self._dispatcher.router.hot.hottest(10, self._dispatcher.now_s),
+            "prefixes": self._dispatcher.router.hot.hottest(10, self._dispatcher.clock.now_s()),
             "misses": self._explainer.summary(),
             "events": self._store.events.last(MAX_SHOWN),
             "curves": await self._curves.report(SHOWN_S) if self._curves.enabled else [],

@@ -108,14 +108,10 @@ class Dispatcher:
         """Number of requests in the conductor's own queue."""
         return len(self._queue)
 
-    @property
-    def now_s(self) -> float:
-        """Current time of this dispatcher's clock."""
-        return self.clock.now_s()
-
     def flights(self) -> list[dict[str, Any]]:
         """Return the requests in progress, for people, oldest first."""
-        return [entry.shown(self.now_s) for entry in self._entries.values()]
+        now_s = self.clock.now_s()
+        return [entry.shown(now_s) for entry in self._entries.values()]
 
     def submit(self, request: GenerationRequest, model: ServedModel, arrivals: Arrivals, name: str = "") -> TokenStream:
         """Submit ``request``, named ``name`` by its client; return its token stream, which signals ``arrivals``.
@@ -223,11 +219,8 @@ class Dispatcher:
         loss = Loss.SILENCE if worker.suspect else Loss.ORDERLY if worker.leaving else Loss.DEATH
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
             with self._alone(entry):
-                self._lose(entry, error, loss)
+                self._perform(entry, entry.flight.on_worker_lost(error, loss))
         self._pump()
-
-    def has_requests(self, worker: RegisteredWorker) -> bool:
-        return any(e.flight.worker == worker.id for e in self._submissions.values())
 
     def busy_workers(self) -> Set[InstanceId]:
         return {e.flight.worker for e in self._submissions.values() if e.flight.worker is not None}
@@ -418,7 +411,7 @@ class Dispatcher:
             worker.load.on_report(to.wire_id)
             if to.ahead:
                 self._abort_at(to.worker, to.ahead)
-            self._lose(entry, error, Loss.REFUSED)
+            self._perform(entry, flight.on_worker_lost(error, Loss.REFUSED))
 
     def _pick_pull(self, entry: RequestEntry, source: KvSource) -> None:
         """Start the pull at the worker reserved for the request, which continues there if the worker is still up."""
@@ -440,7 +433,7 @@ class Dispatcher:
         worker, entry.holder = self.router.decode_worker(entry.flight, entry.model, reserved, entry.holders)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
-            self._lose(entry, lost, Loss.TROUBLE)
+            self._perform(entry, entry.flight.on_worker_lost(lost, Loss.TROUBLE))
             return
         entry.rest_tokens = 1
         self._perform(entry, entry.flight.decode_at(worker))
@@ -457,10 +450,6 @@ class Dispatcher:
         if worker is not None and worker.session is not None:
             with contextlib.suppress(Overloaded):  # the worker drops an export by itself, after a while
                 worker.session.release(export_id)
-
-    def _lose(self, entry: RequestEntry, error: TanghuluError, loss: Loss) -> None:
-        """Continue without the request's current worker."""
-        self._perform(entry, entry.flight.on_worker_lost(error, loss))
 
     def _requeue(self, entry: RequestEntry, why: Requeue) -> None:
         flight, now_s, reason = entry.flight, self.clock.now_s(), why.reason

@@ -106,8 +106,6 @@ class WorkerListener(Protocol):
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
         """Process the end of a session: all its requests are gone. A new session may follow."""
 
-    def has_requests(self, worker: RegisteredWorker) -> bool: ...
-
     def busy_workers(self) -> Set[InstanceId]:
         """Return the workers that have requests."""
 
@@ -266,7 +264,7 @@ class Registry:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
-        if worker.session is None or not self._listener.has_requests(worker):
+        if worker.session is None or worker_id not in self._listener.busy_workers():
             self._end(worker)
             return
         _log.info("worker.leaving", worker=worker_id)
@@ -280,11 +278,12 @@ class Registry:
         worker.silence = asyncio.get_running_loop().call_later(patience_s, self._after_silence, worker)
 
     def _after_silence(self, worker: RegisteredWorker) -> None:
-        if worker.responded and self._listener.has_requests(worker):
+        is_busy = worker.id in self._listener.busy_workers()
+        if worker.responded and is_busy:
             worker.responded = False
             self._watch_silence(worker)
         else:
-            worker.suspect = self._listener.has_requests(worker)
+            worker.suspect = is_busy
             self._end(worker)
 
     def _calm(self, worker: RegisteredWorker) -> None:

@@ -119,14 +119,14 @@ def _add_stories(api: APIRouter, service: Service) -> None:
     @api.get("/debug/requests")
     async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_KEPT)] = 100) -> dict[str, Any]:
         """Return where requests spent their time: those in progress, oldest first, then the most recently ended."""
-        now_s = service.dispatcher.now_s
+        now_s = service.dispatcher.clock.now_s()
         audience = _audience(request)
         return {"requests": [story.summary(now_s, audience) for story in stories.stories()[:limit]]}
 
     @api.get("/debug/requests/{name:path}")
     async def one_request(name: str, request: Request) -> dict[str, Any]:
         """Return the stories of a request, by its id in the answer, its x-request-id or its trace id."""
-        now_s = service.dispatcher.now_s
+        now_s = service.dispatcher.clock.now_s()
         found = stories.find(name)
         if not found:
             raise RequestNotFound(
