@@ -99,7 +99,7 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """Return 200 once every pool, or a fallback of it, has a conductor that is ready."""
-        good = {pool for pool, status, _ in await forwarder.everywhere("GET", "/ready") if status == 200}
+        good = {pool for pool, _, status, _ in await forwarder.everywhere("GET", "/ready", b"", {}) if status == 200}
         missing = [p for p in forwarder.pools.pools if not good.intersection(forwarder.pools.ways(p))]
         return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
 
@@ -134,5 +134,5 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
         """End a request on whichever conductor has it."""
         body = await read_body(request, max_body_bytes)
         answers = await forwarder.everywhere("POST", "/abort_request", body, dict(request.headers))
-        counts = [answer.get("aborted", 0) for _, _, answer in answers if isinstance(answer, dict)]
+        counts = [answer.get("aborted", 0) for _, _, _, answer in answers if isinstance(answer, dict)]
         return {"aborted": sum(counts)}

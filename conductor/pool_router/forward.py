@@ -180,7 +180,7 @@ class Forwarder:
     ) -> RelayedAnswer:
         """Forward a request to the conductor that keeps a response. Raises InvalidRequest if none does."""
         where = f"/v1/responses/{quote(response_id, safe='')}"
-        for pool, member, status, _ in await self._everywhere("GET", where, b"", headers):
+        for pool, member, status, _ in await self.everywhere("GET", where, b"", headers):
             if status != 200:
                 continue
             response = await self._try(member, method, path, body, headers)
@@ -191,15 +191,9 @@ class Forwarder:
         )
 
     async def everywhere(
-        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
-    ) -> list[tuple[str, int, Any]]:
-        """Return (pool, status, JSON) of every conductor that answers."""
-        found = await self._everywhere(method, path, body, headers or {})
-        return [(pool, status, answer) for pool, _, status, answer in found]
-
-    async def _everywhere(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> list[tuple[str, Member, int, Any]]:
+        """Return (pool, conductor, status, JSON) of every conductor; status 503 if it cannot be reached."""
         now_s, shown = self._clock.now_s(), request_headers(headers)
 
         async def ask(pool: str, member: Member) -> tuple[str, Member, int, Any]:

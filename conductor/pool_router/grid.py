@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.runtime.config import read_table
@@ -49,11 +49,10 @@ DEFAULT_CHARACTERS_PER_TOKEN = 4.0
 _MOST = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(Struct, frozen=True, forbid_unknown_fields=True):
     """A namespace of workers. ``fallback``: names of the pools that serve when this one cannot, in order."""
 
-    name: str
+    name: Annotated[str, Meta(min_length=1)]
     urls: tuple[str, ...] = ()
     fallback: tuple[str, ...] = ()
 
@@ -118,12 +117,6 @@ def read_pools(path: Path) -> PoolMap:
         raise ConfigError(f"{path}: {error.message}") from None
 
 
-class _PoolRow(Struct, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(min_length=1)]
-    urls: list[str] = []
-    fallback: list[str] = []
-
-
 _Number: TypeAlias = Annotated[float, Meta(gt=0, le=_MOST)]
 _Bounds: TypeAlias = Annotated[list[_Number], Meta(min_length=1)]
 _Cells: TypeAlias = list[list[str]]
@@ -142,7 +135,7 @@ class _DecodeGrid(Struct, forbid_unknown_fields=True):
 
 
 class _File(Struct, forbid_unknown_fields=True):
-    pool: Annotated[list[_PoolRow], Meta(min_length=1)]
+    pool: Annotated[list[Pool], Meta(min_length=1)]
     prefill: _PrefillGrid
     decode: _DecodeGrid
     characters_per_token: _Number = DEFAULT_CHARACTERS_PER_TOKEN
@@ -164,16 +157,15 @@ def parse_pools(data: Any) -> PoolMap:
     return PoolMap(pools, prefill, decode, file.characters_per_token)
 
 
-def _pools(rows: Sequence[_PoolRow]) -> dict[str, Pool]:
+def _pools(rows: Sequence[Pool]) -> dict[str, Pool]:
     pools: dict[str, Pool] = {}
     for row in rows:
         if row.name in pools:
             raise ConfigError(f"pool {row.name!r} is defined twice")
         try:
-            urls = tuple(parse_url(url) for url in row.urls)
+            pools[row.name] = structs.replace(row, urls=tuple(parse_url(url) for url in row.urls))
         except InvalidRequest as error:
             raise ConfigError(f"pool {row.name!r}: {error.message}") from None
-        pools[row.name] = Pool(row.name, urls, tuple(row.fallback))
     for pool in pools.values():
         _check_known(pool.fallback, pools, f"the fallback of pool {pool.name!r}")
     return pools
