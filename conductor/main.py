@@ -235,9 +235,7 @@ class Conductor:
         )
         if self.curves.enabled:
             self.dispatcher.when_ended.append(self.curves.add)
-        self.explainer = Explainer.of(
-            self.dispatcher, config.explain_memory, self.metrics, shows_text=config.explain_text
-        )
+        self.explainer = Explainer(self.dispatcher, config.explain_memory, self.metrics, shows_text=config.explain_text)
         if config.log_requests:
             self.dispatcher.stories.listeners.append(lambda story: _log.info("request.story", **story.summary()))
         bodies = Bodies(config.max_body_size, ROOM_BYTES)

@@ -16,9 +16,9 @@ removed it, and the worker's report what it tried to load. The first answer that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from prometheus_client import Counter as Metric
 
@@ -32,7 +32,6 @@ from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.routing.policies.fetching import own_start, starts
 from tanghulu.conductor.stories.account import ALL, Cause, Explanation, Run, Source, account
 from tanghulu.conductor.text.served_model import ServedModel
-from tanghulu.runtime.clock import Clock
 from tanghulu.types import BlockHash, InstanceId
 
 #: An earlier prompt with fewer tokens in common, or less than a block, is another prompt altogether; unless it is the
@@ -95,39 +94,24 @@ class MissTotals:
 
 
 class Explainer:
-    """See above. ``count`` has the labels model, key and reason. ``shows_text``: explanations quote the prompts.
+    """See above. No worker has joined ``dispatcher`` yet; without memory the explainer does nothing.
 
-    ``has_peers`` returns whether other conductors serve requests, too.
+    ``shows_text``: explanations quote the prompts.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        max_bytes: int,
-        count: Metric,
-        has_peers: Callable[[], bool] = lambda: False,
-        *,
-        shows_text: bool = False,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, max_bytes: int, metrics: ConductorMetrics, *, shows_text: bool) -> None:
         self.history = PromptHistory(max_bytes)
         self.fates = Fates()
         self.totals = MissTotals()
         #: Whether requests may have been served that this conductor has not seen.
         self.misses_requests = False
-        self._has_peers = has_peers
-        self._clock, self._count, self._shows_text = clock, count, shows_text
+        self._clock, self._peers, self._shows_text = dispatcher.clock, dispatcher.peers, shows_text
+        self._count = metrics.explained_tokens
         self._last_sent: dict[InstanceId, str] = {}
         self._counters: dict[tuple[str, str, Source | Cause], Metric] = {}
         self._look_s = 0.0
-
-    @classmethod
-    def of(cls, dispatcher: Dispatcher, max_bytes: int, metrics: ConductorMetrics, *, shows_text: bool) -> Self:
-        """Return the explainer of ``dispatcher``, which no worker has joined yet; without memory it does nothing."""
-        count, peers = metrics.explained_tokens, dispatcher.peers
-        explainer = cls(dispatcher.clock, max_bytes, count, lambda: bool(peers.peers), shows_text=shows_text)
         if max_bytes:
-            dispatcher.explainer = dispatcher.mirror.watcher = explainer
-        return explainer
+            dispatcher.explainer = dispatcher.mirror.watcher = self
 
     # --- what happens to blocks
 
@@ -213,19 +197,13 @@ class Explainer:
             self._counters[labels] = counter
         return counter
 
-    def place(self, asked: Asked, flight: Flight, model: ServedModel) -> dict[str, Any]:
-        """Return the place where the prompt leaves earlier ones, in full; decodes the prompt."""
-        assert asked.parting is not None
-        shared, _, theirs = asked.parting
-        return place_of(model, flight.request.prompt, shared, theirs, flight.request.messages)
-
-    def looked(self, asked: Asked, flight: Flight, model: ServedModel, tokens: int) -> dict[str, Any]:
+    def looked(self, parting: Break, flight: Flight, model: ServedModel, tokens: int) -> dict[str, Any]:
         """Return the place of a break if it is requested, or its turn has come; ``tokens`` were computed for it."""
         now_s = self._clock.now_s()
         if flight.request.explain is None and now_s < self._look_s and not self._shows_text:
             return {}
         self._look_s = now_s + _LOOK_S
-        place = self.place(asked, flight, model)
+        place = place_of(model, flight.request.prompt, parting.shared, parting.theirs, flight.request.messages)
         what = place["message"], place["kind"]
         if what in self.totals.places or len(self.totals.places) < _MAX_PLACES:
             self.totals.places[what] += tokens
@@ -237,7 +215,7 @@ class Explainer:
     @property
     def knows_all(self) -> bool:
         """Whether no earlier request can be unknown."""
-        self.misses_requests = self.misses_requests or self._has_peers()
+        self.misses_requests = self.misses_requests or bool(self._peers.peers)
         return not self.misses_requests and not self.history.forgotten_s
 
     @property
@@ -309,7 +287,7 @@ class _Causes:
         if not is_alike:
             return Run(0, 0, Cause.NEW, certain), ALL
         tokens = len(prompt) - block * self._size
-        place = {"token": parting.shared} | explainer.looked(asked, self._flight, self._model, tokens)
+        place = {"token": parting.shared} | explainer.looked(parting, self._flight, self._model, tokens)
         detail = {"block": parting.shared // self._size}
         if is_own:
             return Run(0, 0, Cause.DIVERGED, certain, detail | place), ALL

@@ -30,13 +30,10 @@ class Fates:
         self._young: dict[BlockHash, Fate] = {}
         self._old: dict[BlockHash, Fate] = {}
         self._gone: dict[InstanceId, float] = {}
-        #: Whether removals were forgotten.
-        self.is_full = False
 
     def removed(self, blocks: Iterable[BlockHash], fate: Fate) -> None:
         self._young.update(dict.fromkeys(blocks, fate))
         if len(self._young) > self._half:
-            self.is_full = self.is_full or bool(self._old)
             self._old, self._young = self._young, {}
 
     def gone(self, holder: InstanceId, now_s: float) -> None:

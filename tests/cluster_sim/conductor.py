@@ -98,7 +98,7 @@ class SimConductor(Process):
         policies = RoutingPolicies(plan.policy, parse_weights("", self.host))
         metrics = ConductorMetrics(self.metrics_registry)
         self.dispatcher = Dispatcher(self.host, policies, metrics, limits, SystemClock())
-        CheckedExplainer.of(self.dispatcher, EXPLAIN_BYTES, metrics, shows_text=False).begin(self._world)
+        CheckedExplainer(self.dispatcher, EXPLAIN_BYTES, metrics, shows_text=False).begin(self._world)
         for event in self._world.store.snapshot():
             self.dispatcher.mirror.directory_event(event)
         discovery = MemoryDiscovery(self._world.instances)

@@ -27,9 +27,7 @@ class Explained(VirtualCluster):
 
     def __init__(self, num_workers: int = 1, num_blocks: int = 1000, max_bytes: int = 64 << 20) -> None:
         super().__init__("ttft-min", num_workers, num_blocks)
-        self.explainer = Explainer.of(
-            self.dispatcher, max_bytes, ConductorMetrics(CollectorRegistry()), shows_text=False
-        )
+        self.explainer = Explainer(self.dispatcher, max_bytes, ConductorMetrics(CollectorRegistry()), shows_text=False)
         self.number = 0
         self.stream = None
 
