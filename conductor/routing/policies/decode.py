@@ -193,10 +193,17 @@ def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
     return measured or general or ASSUMED_STORE_BYTES_PER_S
 
 
-def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
-    """Return the decode worker of least cost, none of which prefilled; None if there is none."""
-    able = decoders(workers)
-    return able[place_of_least_cost(request, able, None, ties)].id if able else None
+class DecodesAtLeastCost:
+    """A policy that chooses the decode worker by its cost, as above; ``seed`` decides between equals."""
+
+    ranks = True
+
+    def __init__(self, seed: int) -> None:
+        self._ties = Ties(seed)
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        able = decoders(workers)
+        return able[place_of_least_cost(request, able, None, self._ties)].id if able else None
 
 
 def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: WorkerView | None) -> list[Candidate]:

@@ -41,18 +41,16 @@ from tanghulu.conductor.routing.policies.base import (
     place_of_least,
     prefillers,
 )
-from tanghulu.conductor.routing.policies.decode import Ties, best_decode, decide
+from tanghulu.conductor.routing.policies.decode import DecodesAtLeastCost, decide
 from tanghulu.conductor.routing.policies.fetching import best_source, can_fetch, peer_fetch_s
-from tanghulu.types import InstanceId
 
 _COST_TERMS = ("prefill_blocks", "active_blocks")
 
 
-class Dynamo:
+class Dynamo(DecodesAtLeastCost):
     """Overlap-weighted prefill blocks plus active blocks, with a temperature."""
 
     name = "dynamo"
-    ranks = True
 
     def __init__(
         self, overlap_weight: float = 1.0, temperature: float = 0.0, store_credit: float = 0.0, seed: int = 0
@@ -60,7 +58,7 @@ class Dynamo:
         self._weight = overlap_weight
         self._temperature = temperature
         self._store_credit = store_credit
-        self._ties = Ties(seed)
+        super().__init__(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         able = prefillers(workers)
@@ -78,9 +76,6 @@ class Dynamo:
             ]
 
         return decide(request, workers, able[place], self._ties, explain)
-
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        return best_decode(request, workers, self._ties)
 
     def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float]]:
         """Return (prefill blocks, active blocks) of each."""
@@ -108,14 +103,13 @@ _LEAST_S = 1e-9
 _SCORE_TERMS = ("hit", "load", "nearness")
 
 
-class LinearPolicy:
+class LinearPolicy(DecodesAtLeastCost):
     """The linear score. A candidate's ``score`` is its negative, as the lowest score wins."""
 
     name = "linear"
-    ranks = True
 
     def __init__(self, alpha: float = 0.5, beta: float = 0.5, gamma: float = 0.05, seed: int = 0) -> None:
-        self._ties = Ties(seed)
+        super().__init__(seed)
         self._alpha, self._beta, self._gamma = alpha, beta, gamma
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
@@ -137,9 +131,6 @@ class LinearPolicy:
 
         return decide(request, workers, able[place], self._ties, explain)
 
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        return best_decode(request, workers, self._ties)
-
     def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float, float]]:
         """Return (hit, load, nearness) of each."""
         longest_s, num_blocks, place = (
@@ -158,14 +149,13 @@ class LinearPolicy:
 _TIME_TERMS = ("queue_s", "fetch_s", "compute_s", "hit_blocks")
 
 
-class Mooncake:
+class Mooncake(DecodesAtLeastCost):
     """Algorithm 1. ``balance_threshold``: factor by which the best prefix must be longer before it is fetched."""
 
     name = "mooncake"
-    ranks = True
 
     def __init__(self, balance_threshold: float = 1.5, seed: int = 0) -> None:
-        self._ties = Ties(seed)
+        super().__init__(seed)
         self._threshold = balance_threshold
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
@@ -186,9 +176,6 @@ class Mooncake:
             ]
 
         return decide(request, workers, able[place], self._ties, explain, fetch)
-
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        return best_decode(request, workers, self._ties)
 
     def _start(
         self, request: RequestView, worker: WorkerView, source: WorkerView | None

@@ -57,9 +57,8 @@ from tanghulu.conductor.routing.policies.base import (
 )
 from tanghulu.conductor.routing.policies.decode import (
     NO_ROOM_FINE_S,
-    Ties,
+    DecodesAtLeastCost,
     answer_cost_s,
-    best_decode,
     costs_before_move,
     decide,
     decode_cost_s,
@@ -72,7 +71,6 @@ from tanghulu.conductor.routing.policies.fetching import (
     nearest_source,
     peer_fetch_s,
 )
-from tanghulu.types import InstanceId
 
 #: Weight of a second's delay of one running sequence by a prefill.
 DELAY_WEIGHT = 0.2
@@ -213,16 +211,15 @@ class _Scores:
         return Candidate(worker.id, "prefill", self.of(worker), terms)
 
 
-class TtftMin:
+class TtftMin(DecodesAtLeastCost):
     """Least estimated time to the first token, with charges for copies between workers and for the load it causes."""
 
     name = "ttft-min"
-    ranks = True
 
     def __init__(self, replica_weight: float = 1.0, seed: int = 0, load_weight: float = 6.0) -> None:
         self._replica_weight = replica_weight
         self._load_weight = load_weight
-        self._ties = Ties(seed)
+        super().__init__(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """Choose the best pair; the decode worker is chosen once the prefill worker is known."""
@@ -238,9 +235,6 @@ class TtftMin:
         nearest = nearest_source(request, workers, chosen)
         fetch = best_start(request, chosen, nearest).fetch if can_fetch(nearest, chosen) else None
         return decide(request, workers, chosen, self._ties, explain, fetch, move=True)
-
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        return best_decode(request, workers, self._ties)
 
     def _scores(self, request: RequestView, able: Ranked, workers: Sequence[WorkerView]) -> _Scores:
         return _Scores(request, able, workers, self._replica_weight, self._load_weight)
