@@ -88,6 +88,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", use_attribute_docstrings=True)
     #: Most values in such a body; only lists of token ids need many.
     max_marks: ClassVar[int] = MAX_CHAT_MARKS
+    #: Fields that can have the prompt, of which one is set.
+    prompt_fields: ClassVar[tuple[str, ...]] = ()
     #: Fields for which null is a value.
     nullable: ClassVar[frozenset[str]] = frozenset()
     _unknown: tuple[str, ...] = PrivateAttr(())
@@ -107,7 +109,7 @@ class Body(BaseModel):
     @property
     def prompt_field(self) -> str | None:
         """Name of the field with the prompt, for errors about it; None for a body without one."""
-        return None
+        return next((name for name in self.prompt_fields if getattr(self, name, None) is not None), None)
 
     @property
     def unknown(self) -> tuple[str, ...]:

@@ -352,6 +352,7 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     max_marks: ClassVar[int] = MAX_MARKS
+    prompt_fields: ClassVar[tuple[str, ...]] = ("prompt",)
     prompt: Prompts
     """A text, token ids, or a list of either."""
     echo: bool | None = False
@@ -363,14 +364,11 @@ class CompletionBody(OpenAIBody):
     add_special_tokens: bool = True
     """Add the tokenizer's special tokens (bos) to a text."""
 
-    @property
-    def prompt_field(self) -> str | None:
-        return "prompt"
-
 
 class ChatPrompt(Body):
     """The fields that make a chat's prompt, for completions and for counting tokens."""
 
+    prompt_fields: ClassVar[tuple[str, ...]] = ("messages", "prompt")
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Functions the model may call (docs/tools.md)."""
@@ -384,10 +382,6 @@ class ChatPrompt(Body):
     """A variable for the template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template, except messages, tools and self."""
-
-    @property
-    def prompt_field(self) -> str | None:
-        return "messages" if self.messages is not None else "prompt"
 
 
 class ChatBody(ChatPrompt, OpenAIBody):
@@ -437,6 +431,7 @@ class GenerateBody(RoutedBody):
     """POST /generate. A list in place of a single value has an item for each prompt."""
 
     max_marks: ClassVar[int] = MAX_MARKS
+    prompt_fields: ClassVar[tuple[str, ...]] = ("text", "input_ids")
     text: Annotated[str | Texts | None, BeforeValidator(_few_prompts)] = None
     """A text, or a list of them; give either this or input_ids."""
     input_ids: Annotated[TokenIds | TokenIdLists | None, BeforeValidator(_few_prompts)] = None
@@ -483,10 +478,6 @@ class GenerateBody(RoutedBody):
         prompts = self.text if self.text is not None else self.input_ids
         assert prompts is not None
         return prompts
-
-    @property
-    def prompt_field(self) -> str | None:
-        return "text" if self.text is not None else "input_ids"
 
     @property
     def is_batch(self) -> bool:
@@ -563,10 +554,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     max_marks: ClassVar[int] = MAX_MARKS
+    prompt_fields: ClassVar[tuple[str, ...]] = ("tokens",)
     model: ModelName | None = None
     tokens: TokenIds
     skip_special_tokens: bool = False
-
-    @property
-    def prompt_field(self) -> str | None:
-        return "tokens"

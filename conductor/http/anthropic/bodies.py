@@ -215,6 +215,7 @@ class Metadata(Body):
 class CountTokensBody(Body):
     """POST /v1/messages/count_tokens: the fields that make the prompt of a message."""
 
+    prompt_fields: ClassVar[tuple[str, ...]] = ("messages",)
     model: ModelName | None = None
     """Default: the first served model."""
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -242,10 +243,6 @@ class CountTokensBody(Body):
         if "5m" in ttls and "1h" in ttls[ttls.index("5m") :]:
             raise ValueError("cache_control of ttl 1h must precede that of 5m, in tools, then system, then messages")
         return self
-
-    @property
-    def prompt_field(self) -> str | None:
-        return "messages"
 
     def for_tokens(self) -> TokenizeBody:
         """Return the body of /tokenize with the same prompt. Raises BadField."""

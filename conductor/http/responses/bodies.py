@@ -5,7 +5,7 @@ A response is a chat under other names: items become messages, and the chat's ow
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -109,6 +109,7 @@ class ReasoningOptions(Body):
 class ResponsesBody(RoutedBody):
     """POST /v1/responses."""
 
+    prompt_fields: ClassVar[tuple[str, ...]] = ("input",)
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     """A text, or items: messages, calls, their outputs, reasoning."""
     instructions: str | None = None
@@ -146,10 +147,6 @@ class ResponsesBody(RoutedBody):
         if not given:
             raise ValueError("must not be empty; give a text or items")
         return given
-
-    @property
-    def prompt_field(self) -> str | None:
-        return "input"
 
     @property
     def unknown(self) -> tuple[str, ...]:
