@@ -70,30 +70,6 @@ def parse_sources(text: str) -> dict[InstanceId, EventEndpoints]:
     return sources
 
 
-class Numbers:
-    """The sequence numbers of one publisher's messages."""
-
-    def __init__(self) -> None:
-        self.next: int | None = None
-
-    def missing(self, number: int) -> int | None:
-        """Return the first number missing before ``number``; None if none is, or if it is the first of all.
-
-        A number smaller than expected means that the publisher restarted: all before it are missing.
-        """
-        if self.next is None or number < self.next:
-            return 0 if number else None
-        return self.next if number > self.next else None
-
-    def restarted(self, number: int) -> bool:
-        """Return whether ``number`` shows a restarted publisher, whose earlier announcements are void."""
-        return self.next is not None and number < self.next
-
-    def took(self, number: int) -> None:
-        """Record that the message was applied."""
-        self.next = number + 1
-
-
 class EventDecoder:
     """Decodes one publisher's messages; remembers which of its groups have full attention."""
 
@@ -173,7 +149,7 @@ class VllmFollower:
         self._context: Any = zmq.asyncio.Context()
         self._subscribe, self._dealer = zmq.SUB, zmq.DEALER
         self._new_decoder = new_decoder
-        self._numbers, self._decoder = Numbers(), new_decoder()
+        self._next, self._decoder = 0, new_decoder()  # the number of the publisher's next message
         #: Whether every event since the publisher's start was applied.
         self.is_complete = False
         self._ahead: dict[int, bytes] = {}  # replayed messages that may still arrive
@@ -203,28 +179,28 @@ class VllmFollower:
                 if await socket.poll(pause_s and 1000 * pause_s):
                     await self._take(await socket.recv_multipart())
                 else:
-                    pause_s = PAUSE_S if await self._catch_up(self._numbers.next or 0, None) else None
+                    pause_s = PAUSE_S if await self._catch_up(self._next, None) else None
         finally:
             socket.close(0)
 
     def _lose(self) -> None:
         """Discard everything known about the worker's cache."""
-        self._numbers, self._decoder, self.is_complete = Numbers(), self._new_decoder(), False
+        self._next, self._decoder, self.is_complete = 0, self._new_decoder(), False
         self._apply(KvChange(cleared=True))
 
     async def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != len(END):
             self._rare_log.warning("vllm.not_an_event", frames=[len(frame) for frame in frames[:4]])
             return
-        number, numbers = int.from_bytes(frames[1], "big"), self._numbers
+        number = int.from_bytes(frames[1], "big")
         if self._ahead.get(number) == frames[2]:
             return
         self._ahead = {}
-        if numbers.restarted(number):
+        if number < self._next:  # the publisher restarted: what it announced before is void
+            self._next = 0
             self._apply(KvChange(cleared=True))
-        first = numbers.missing(number)
-        if first is not None:
-            await self._catch_up(first, number)
+        if number > self._next:
+            await self._catch_up(self._next, number)
         self._read(number, frames[2])
 
     def _read(self, number: int, payload: bytes) -> None:
@@ -235,7 +211,7 @@ class VllmFollower:
             changes = [KvChange(cleared=True)]
         for change in changes:
             self._apply(change)
-        self._numbers.took(number)
+        self._next = number + 1
         if not number:
             self.is_complete = True
 

@@ -9,7 +9,6 @@ import pytest
 from tanghulu.conductor.engines import events
 from tanghulu.conductor.engines.events import (
     EventDecoder,
-    Numbers,
     VllmFollower,
     parse_sources,
 )
@@ -93,14 +92,6 @@ def test_where_every_group_has_a_window_all_count():
     assert changes == [KvChange(stored=(number(7),)), KvChange(removed=(number(7),))]
 
 
-def test_numbers():
-    numbers = Numbers()
-    assert (numbers.missing(0), numbers.missing(4)) == (None, 0)
-    numbers.took(4)
-    assert (numbers.missing(5), numbers.missing(8), numbers.restarted(5)) == (None, 5, False)
-    assert (numbers.missing(0), numbers.missing(2), numbers.restarted(2)) == (None, 0, True)
-
-
 def test_sources():
     assert parse_sources("a=tcp://h:1|tcp://h:2, b=ipc://x") == {
         "a": EventEndpoints("tcp://h:1", "tcp://h:2"),
@@ -165,6 +156,11 @@ async def test_following_a_publisher():
                 await publisher.pub.send_multipart(frames)
             await publisher.tell(3, ["BlockStored", [7], None, [], 2, None])
             assert await heard.get() == KvChange(stored=(number(7),))
+            publisher.kept.clear()
+            for at in range(3):
+                await publisher.tell(at, ["BlockStored", [8 + at], None, [], 2, None], lost=at < 2)
+            assert await heard.get() == KvChange(cleared=True)  # it began anew, which only its third message shows
+            assert [await heard.get() for _ in range(3)] == [KvChange(stored=(number(8 + at),)) for at in range(3)]
     finally:
         for task in tasks:
             task.cancel()
