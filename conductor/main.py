@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tanghulu.conductor.http.envelope import Envelope
 from tanghulu.conductor.inference.service import DEFAULT_BODY_BYTES, ROOM_BYTES, Service, UnknownFields
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
-from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCopies
+from tanghulu.conductor.replicating import Replicator, request_copies
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
@@ -322,11 +323,6 @@ class Conductor:
             if self._recorder is not None:
                 await asyncio.to_thread(self._recorder.close)
 
-    def replicator(self, request_copies: RequestCopies) -> Replicator:
-        """Return the task that has hot prefixes copied in advance, through ``request_copies``."""
-        dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
-        return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
-
     def _end_in_order(self) -> EndReply:
         """Shut the process down in order, as SIGTERM does."""
         self._stopping.set()
@@ -383,8 +379,9 @@ def _of_store(conductor: Conductor, config: ConductorConfig) -> list[Coroutine[A
     """Return the tasks that need a store's master; none without a cluster."""
     if config.cluster == NO_DISCOVERY:
         return []
-    copies = conductor.replicator(CopyRequester(config.master).request)
-    return [conductor.dispatcher.mirror.follow_master(config.master), copies.run()]
+    router, mirror, count = conductor.dispatcher.router, conductor.dispatcher.mirror, conductor.metrics.hot_chunks.inc
+    copies = Replicator(router.hot, mirror, partial(request_copies, Masters.of(config.master)), SystemClock(), count)
+    return [mirror.follow_master(config.master), copies.run()]
 
 
 COMMAND = command(

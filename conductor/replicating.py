@@ -16,7 +16,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client import aio
-from tanghulu.types import Address, BlockHash, Fingerprint, kv_chunk_key
+from tanghulu.types import BlockHash, Fingerprint, kv_chunk_key
 
 _log = structlog.get_logger(__name__)
 #: Seconds between two checks for hot prefixes.
@@ -38,13 +38,8 @@ class Replicator:
         clock: Clock,
         count: Callable[[int], None],
     ) -> None:
-        self._hot, self._mirror, self._request_copies, self._clock, self._count = (
-            hot,
-            mirror,
-            request_copies,
-            clock,
-            count,
-        )
+        self._hot, self._mirror, self._request_copies = hot, mirror, request_copies
+        self._clock, self._count = clock, count
 
     async def run(self) -> None:
         while True:
@@ -70,16 +65,11 @@ class Replicator:
         return sum(num == len(blocks) for num in self._mirror.store.match(blocks).values())
 
 
-class CopyRequester:
-    """Requests copies from the masters; opens connections for each request, because requests are few."""
+async def request_copies(masters: Masters | str, keys: Sequence[str], holders: int, for_s: float) -> int:
+    """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; return the number of keys the masters accepted.
 
-    def __init__(self, masters: Masters | Address | str) -> None:
-        self._masters = Masters.of(masters)
-
-    async def request(self, keys: Sequence[str], holders: int, for_s: float) -> int:
-        """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; return the number of keys the masters accepted.
-
-        Raises MasterUnavailable, Forbidden without the right to write, or InvalidRequest.
-        """
-        async with aio.connect(self._masters, deadline_s=_DEADLINE_S) as store:
-            return await store.replicate(keys, holders=holders, for_s=for_s)
+    Opens connections for each request, because requests are few. Raises MasterUnavailable, Forbidden without the right
+    to write, or InvalidRequest.
+    """
+    async with aio.connect(masters, deadline_s=_DEADLINE_S) as store:
+        return await store.replicate(keys, holders=holders, for_s=for_s)

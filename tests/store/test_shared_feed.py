@@ -13,7 +13,7 @@ import pytest
 import tanghulu
 import tanghulu.aio
 from tanghulu.conductor.index.events import CacheMirror
-from tanghulu.conductor.replicating import CopyRequester
+from tanghulu.conductor.replicating import request_copies
 from tanghulu.errors import TanghuluError
 from tanghulu.store.admin.check import check
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
@@ -193,7 +193,7 @@ async def test_a_node_is_drained_when_every_owner_has_moved_its_keys(sharing: El
         for key in keys:
             with await client.get(key) as chunk:
                 assert chunk.bytes() == key.encode()
-        assert await CopyRequester(sharing.finder_spec).request(keys, 2, 60.0) == len(keys)
+        assert await request_copies(sharing.finder_spec, keys, 2, 60.0) == len(keys)
         async with asyncio.timeout(60.0):
             while not all(len(each.nodes) == 2 for each in await client.list_keys("drained/")):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)

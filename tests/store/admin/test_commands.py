@@ -17,7 +17,7 @@ import tanghulu
 from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
 from tanghulu.cli.store_admin import Disagreement
-from tanghulu.conductor.replicating import CopyRequester
+from tanghulu.conductor.replicating import request_copies
 from tanghulu.errors import (
     ChecksumMismatch,
     ChunkNotFound,
@@ -311,10 +311,9 @@ def test_a_conductor_asks_the_master_for_copies(trio: Cluster, store: Client) ->
     keys = [f"asked/{index}" for index in range(10)]
     for index, key in enumerate(keys):
         store.put(key, value_of(index))
-    requester = CopyRequester(trio.address)
-    assert asyncio.run(requester.request([*keys, "asked/unknown"], 2, 30.0)) == 10
+    assert asyncio.run(request_copies(trio.address, [*keys, "asked/unknown"], 2, 30.0)) == 10
     eventually(lambda: all(len(holders(store, key)) == 2 for key in keys))
     with pytest.raises(InvalidRequest, match="holders=0 must be"):
-        asyncio.run(requester.request(keys, 0, 30.0))
+        asyncio.run(request_copies(trio.address, keys, 0, 30.0))
     with pytest.raises(MasterUnavailable):
-        asyncio.run(CopyRequester("127.0.0.1:1").request(keys, 2, 30.0))
+        asyncio.run(request_copies("127.0.0.1:1", keys, 2, 30.0))
