@@ -143,10 +143,8 @@ class BatchState:
         self._slices: dict[int, Slice] = {}
         self._waiting: dict[PathTable, deque[Slice]] = {}
         self._loads: dict[Path, PathLoad] = {}
-        self._num_posted = 0
-        self._num_waiting = 0
+        self._num_open = 0  # the sum of all requests'
         self._checks: list[int] = []
-        self._num_checking = 0
         self._requests = [self._cut(index, request) for index, request in enumerate(requests)]
 
     # --- instructions
@@ -185,13 +183,7 @@ class BatchState:
         load = self._unload(piece, now_s)
         load.table.corrupted(load.path)
         self._again(piece, now_s, error.message)
-        if self._requests[piece.request_index].error is not None:
-            self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
-        elif piece.num_corrupt > 1:
-            self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
-            self._fail(piece, error, now_s, closed=True)
-        else:
-            self._waiting[load.table].appendleft(piece)
+        self._retry(piece, load.table, now_s, error if piece.num_corrupt > 1 else None)
 
     def take_checks(self) -> list[Check]:
         """Return the requests whose checksum is due; ``checked`` must be called for each."""
@@ -210,8 +202,8 @@ class BatchState:
         assert given is not None
         if not request.checking:
             return
-        self._num_checking -= 1
-        request.checking, request.num_open = False, request.num_open - 1
+        request.checking = False
+        self._count_open(request, -1)
         if digest == given.checksum:
             request.checked = True
             self._go_on(index)
@@ -225,7 +217,7 @@ class BatchState:
         for piece in request.slices:
             self._again(piece, now_s, error.message)
             self._waiting[given.paths].append(piece)
-            request.num_open += 1
+        self._count_open(request, len(request.slices))
 
     def refused(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
         """Record that the peer answered with a typed error: the path works, the request does not."""
@@ -233,6 +225,7 @@ class BatchState:
         load = self._unload(piece, now_s)
         load.table.succeeded(load.path)
         piece.step(SliceEvent.REFUSED, now_s, f"{error.code}: {error.message}")
+        self._close(piece)
         self._fail(piece, error, now_s)
 
     def lost(self, path: Path, error: TanghuluError, now_s: float) -> None:
@@ -245,14 +238,8 @@ class BatchState:
             self._unload(piece, now_s)
             piece.step(SliceEvent.LOST, now_s, error.message)
             piece.lost_on.append(path)
-            self._num_waiting += 1
-            if self._requests[piece.request_index].error is not None:
-                self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
-            elif piece.num_posts > self._limits.retries_max + piece.num_corrupt:
-                self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
-                self._fail(piece, _exhausted(piece, error), now_s, closed=True)
-            else:
-                self._waiting[load.table].appendleft(piece)
+            is_last = piece.num_posts > self._limits.retries_max + piece.num_corrupt
+            self._retry(piece, load.table, now_s, _exhausted(piece, path, error) if is_last else None)
 
     def stalled(self, now_s: float) -> list[Path]:
         """Return paths with slices in flight and none finished in the slice deadline; they are lost, so cut them."""
@@ -284,9 +271,9 @@ class BatchState:
             waiting.clear()
         for request in self._requests:
             if request.checking:
-                request.checking, request.num_open = False, request.num_open - 1
+                request.checking = False
+                self._count_open(request, -1)
         self._checks.clear()
-        self._num_checking = 0
         return paths
 
     # --- questions
@@ -294,7 +281,7 @@ class BatchState:
     @property
     def finished(self) -> bool:
         """Whether every slice has ended."""
-        return self._num_posted == 0 and self._num_waiting == 0 and self._num_checking == 0
+        return self._num_open == 0
 
     def errors(self) -> list[TanghuluError | None]:
         """Return each request's error, None where all its bytes have arrived; for a finished batch only."""
@@ -325,8 +312,8 @@ class BatchState:
         """Assert the invariants: every slice is counted under its own state."""
         posted = [piece for piece in self._slices.values() if piece.state is SliceState.POSTED]
         waiting = [piece for piece in self._slices.values() if piece.state is SliceState.WAITING]
-        assert len(posted) == self._num_posted == sum(len(load.slices) for load in self._loads.values())
-        assert len(waiting) == self._num_waiting == sum(len(queue) for queue in self._waiting.values())
+        assert len(posted) == sum(len(load.slices) for load in self._loads.values())
+        assert len(waiting) == sum(len(queue) for queue in self._waiting.values())
         for load in self._loads.values():
             load.check()
         for request in self._requests:
@@ -336,7 +323,7 @@ class BatchState:
                 assert all(piece.state is SliceState.DONE for piece in request.slices)
                 assert request.given is None or request.checked or request.given.checksum is None
                 assert request.given is None or request.notified or request.given.notice is None
-        assert self._num_checking == sum(request.checking for request in self._requests)
+        assert self._num_open == sum(request.num_open for request in self._requests)
 
     # --- inside
 
@@ -364,7 +351,7 @@ class BatchState:
         ]
         self._slices.update((piece.slice_id, piece) for piece in pieces)
         waiting.extend(pieces)
-        self._num_waiting += len(pieces)
+        self._num_open += len(pieces)
         return _Request(request, pieces, len(pieces))
 
     def _go_on(self, index: int) -> None:
@@ -374,17 +361,17 @@ class BatchState:
         if request.num_open or request.error is not None or given is None:
             return
         if given.checksum is not None and not request.checked:
-            request.checking, request.num_open = True, 1
-            self._num_checking += 1
+            request.checking = True
+            self._count_open(request, 1)
             self._checks.append(index)
         elif given.notice is not None and not request.notified:
-            request.notified, request.num_open = True, 1
+            request.notified = True
+            self._count_open(request, 1)
             size = len(given.notice.data)
             piece = Slice(len(self._slices) + 1, index, Opcode.WRITE, given.buffer, 0, 0, size, 0, False, given.notice)
             request.slices.append(piece)
             self._slices[piece.slice_id] = piece
             self._waiting[given.paths].append(piece)
-            self._num_waiting += 1
 
     def _again(self, piece: Slice, now_s: float, why: str) -> None:
         """Count the slice as waiting, to be moved by another path than the one that brought wrong bytes."""
@@ -392,7 +379,16 @@ class BatchState:
         piece.num_corrupt += 1
         if piece.path is not None:
             piece.lost_on.append(piece.path)
-        self._num_waiting += 1
+
+    def _retry(self, piece: Slice, table: PathTable, now_s: float, exhausted: TanghuluError | None) -> None:
+        """Have the slice wait for another path, unless its request has failed or, being ``exhausted``, fails now."""
+        if self._requests[piece.request_index].error is not None:
+            self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
+        elif exhausted is not None:
+            self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
+            self._fail(piece, exhausted, now_s)
+        else:
+            self._waiting[table].appendleft(piece)
 
     def _post(self, piece: Slice, path: Path, now_s: float) -> Post:
         self._loads[path].add(piece, now_s)
@@ -400,8 +396,6 @@ class BatchState:
         piece.posted_s = now_s
         piece.num_posts += 1
         piece.step(SliceEvent.POST, now_s)
-        self._num_waiting -= 1
-        self._num_posted += 1
         return Post(piece, path)
 
     def _in_flight_bytes(self, path: Path) -> int:
@@ -414,21 +408,21 @@ class BatchState:
         assert piece.path is not None, f"slice {piece.slice_id} is on no path"
         load = self._loads[piece.path]
         load.remove(piece, now_s)
-        self._num_posted -= 1
         return load
 
     def _drop_waiting(self, piece: Slice, event: SliceEvent, now_s: float) -> None:
         piece.step(event, now_s)
-        self._num_waiting -= 1
         self._close(piece)
 
     def _close(self, piece: Slice) -> None:
-        self._requests[piece.request_index].num_open -= 1
+        self._count_open(self._requests[piece.request_index], -1)
 
-    def _fail(self, piece: Slice, error: TanghuluError, now_s: float, *, closed: bool = False) -> None:
+    def _count_open(self, request: _Request, change: int) -> None:
+        request.num_open += change
+        self._num_open += change
+
+    def _fail(self, piece: Slice, error: TanghuluError, now_s: float) -> None:
         """Fail the request of ``piece``: cancel its waiting slices."""
-        if not closed:
-            self._close(piece)
         request = self._requests[piece.request_index]
         if request.error is not None:
             return
@@ -445,10 +439,6 @@ class BatchState:
             waiting.extend(kept)
 
 
-def _label(piece: Slice) -> str:
-    return piece.path.label if piece.path is not None else "no path"
-
-
-def _exhausted(piece: Slice, last: TanghuluError) -> TanghuluError:
-    message = f"{piece.length} bytes failed on {piece.num_posts} paths, last {_label(piece)}: {last.message}"
+def _exhausted(piece: Slice, path: Path, last: TanghuluError) -> TanghuluError:
+    message = f"{piece.length} bytes failed on {piece.num_posts} paths, last {path.label}: {last.message}"
     return NodeUnavailable(message) if isinstance(last, NodeUnavailable) else TransferFailed(message)
