@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, Unauthorized
 from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -50,7 +50,8 @@ class PeerAdmission:
 
     ``soon`` runs a callback after the current event (the loop's ``call_soon``); ``on_freed`` receives the ranges freed
     by the end of a transfer, ``on_emptied`` is called when the last connection has gone while it was not ``open``.
-    While it is not, no new connection is admitted. Without ``on_notice`` notices are refused.
+    While it is not, no new connection is admitted. Without ``on_notice`` notices are refused. Refusals are raised as
+    typed errors; connections count those that they answer in ``num_refused``.
     """
 
     def __init__(
@@ -116,19 +117,14 @@ class PeerAdmission:
         """Admit a connection under its token, if it has the secret of its session."""
         self._check_generation(head)
         if head.lease_id != self._name_hash:
-            raise self._refused(
-                NodeUnavailable(
-                    f"this owner serves segment {self._segment.name!r}, not the one named; fetch its descriptor again"
-                )
+            raise NodeUnavailable(
+                f"this owner serves segment {self._segment.name!r}, not the one named; fetch its descriptor again"
             )
         if self._access is not None:
-            try:
-                self._access.authenticate(session_key(head))
-            except TanghuluError as error:
-                raise self._refused(error) from None
+            self._access.authenticate(session_key(head))
         token = head.offset
         if token == 0 or token in self._fenced or token in self._by_token or connection.token:
-            raise self._refused(Unauthorized(f"connection token {token:#x} was used before; choose another"))
+            raise Unauthorized(f"connection token {token:#x} was used before; choose another")
         connection.token = token
         self._by_token[token] = connection
         self._unknown.pop(connection, None)
@@ -148,21 +144,14 @@ class PeerAdmission:
         if head.generation != self._generation:
             self._check_generation(head)
         if head.offset + head.length > self._size_bytes:
-            raise self._refused(
-                InvalidRequest(f"[{head.offset}, +{head.length}) is outside the segment of {self._size_bytes} bytes")
-            )
+            raise InvalidRequest(f"[{head.offset}, +{head.length}) is outside the segment of {self._size_bytes} bytes")
         if head.verified and head.length > MAX_VERIFIED_BYTES:
-            raise self._refused(
-                InvalidRequest(
-                    f"a verified slice has {head.length} bytes, more than {MAX_VERIFIED_BYTES}; use smaller slices"
-                )
+            raise InvalidRequest(
+                f"a verified slice has {head.length} bytes, more than {MAX_VERIFIED_BYTES}; use smaller slices"
             )
         if self._access is not None:
             op = _READ if head.op is _READ_HEAD else _WRITE
-            try:
-                self._access.begin(head.session_id, LeaseId(head.lease_id), op, head.offset, head.length)
-            except TanghuluError as error:
-                raise self._refused(error) from None
+            self._access.begin(head.session_id, LeaseId(head.lease_id), op, head.offset, head.length)
 
     def end(self, head: Head, moved_bytes: int) -> None:
         """End a slice, completed or not."""
@@ -190,9 +179,9 @@ class PeerAdmission:
         """Hand a notice to the owner's program unless its number was seen before."""
         self._check_generation(head)
         if self._on_notice is None:
-            raise self._refused(InvalidRequest(f"the owner of {self._segment.name!r} accepts no notices"))
+            raise InvalidRequest(f"the owner of {self._segment.name!r} accepts no notices")
         if self._access is not None and not self._access.is_open(head.session_id):
-            raise self._refused(Unauthorized(f"session {head.session_id} is not open; send HELLO first"))
+            raise Unauthorized(f"session {head.session_id} is not open; send HELLO first")
         if head.offset in self._notices:
             return
         self._notices[head.offset] = None
@@ -238,16 +227,10 @@ class PeerAdmission:
 
     def _check_generation(self, head: Head) -> None:
         if head.generation != self._generation:
-            raise self._refused(
-                NodeUnavailable(
-                    f"generation {head.generation} of segment {self._segment.name!r} has ended, "
-                    f"{self._generation} is served now; fetch its descriptor again"
-                )
+            raise NodeUnavailable(
+                f"generation {head.generation} of segment {self._segment.name!r} has ended, "
+                f"{self._generation} is served now; fetch its descriptor again"
             )
-
-    def _refused(self, error: TanghuluError) -> TanghuluError:
-        self.num_refused += 1
-        return error
 
 
 def _moved_bytes(progress: tuple[int, int] | None, before: tuple[int, int] | None) -> int | None:

@@ -289,6 +289,7 @@ class OneSidedServerConnection(asyncio.Protocol):
             else:
                 self._write(ControlAnswer(request.op, digest=self._do(request)))
         except TanghuluError as error:
+            self._listener.admission.num_refused += 1
             self._write(ControlAnswer(request.op, error))
 
     def _do(self, request: ControlRequest) -> int:

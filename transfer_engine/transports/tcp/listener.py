@@ -300,6 +300,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._write(pack_reply(head.slice_id, 0))
 
     def _refuse(self, head: Head, error: TanghuluError) -> None:
+        self._admission.num_refused += 1
         self._write(pack_refusal(head.slice_id, error))
         if head.op is _WRITE:
             self._discard_bytes = head.length
@@ -326,14 +327,13 @@ class TcpConnection(asyncio.BufferedProtocol):
         if self._done_bytes < len(self._notice):
             return
         head = parse_head(self._notice)
+        data, self._notice = bytes(self._notice[HEAD_BYTES:]), memoryview(b"")
         self._phase = _HEAD
-        reply = pack_reply(head.slice_id, 0)
         try:
-            self._admission.notice(head, bytes(self._notice[HEAD_BYTES:]))
+            self._admission.notice(head, data)
+            self._write(pack_reply(head.slice_id, 0))
         except TanghuluError as error:
-            reply = pack_refusal(head.slice_id, error)
-        self._notice = memoryview(b"")
-        self._write(reply)
+            self._refuse(head, error)
 
     def _discarded(self, nbytes: int) -> None:
         self._discard_bytes -= nbytes
