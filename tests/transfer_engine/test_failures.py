@@ -26,8 +26,8 @@ from tanghulu.transfer_engine.core.wire import (
     SHM_ANSWER_BYTES,
     Head,
     Op,
-    ShmHello,
     name_hash,
+    pack_shm_hello,
     parse_reply,
     secret_numbers,
 )
@@ -370,7 +370,7 @@ def test_memory_is_given_for_reading_unless_the_session_may_write(leasing: Segme
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(30)
         sock.connect(descriptor.endpoints_of("shm")[0].address)
-        sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
+        sock.sendall(pack_shm_hello(descriptor.name, descriptor.generation, session))
         _, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, 3)
     for each in fds:
         with contextlib.suppress(OSError):

@@ -26,7 +26,6 @@ versions, whatever else has changed.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -73,20 +72,15 @@ class OtherVersion(MalformedMessage):
         super().__init__(self.error.message)
 
 
-def check_request_version(data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str) -> None:
-    """Raise OtherVersion if a client's message with this beginning has another version than the owner's."""
+def check_version(
+    data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str, *, from_client: bool
+) -> None:
+    """Raise OtherVersion if the other side's message with this beginning has another version than this side's."""
     if len(data) >= _PREFIX.size:
         its_magic, theirs = _PREFIX.unpack_from(data)
         if its_magic == magic and theirs != ours:
-            raise OtherVersion(protocol, client=theirs, owner=ours)
-
-
-def check_answer_version(data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str) -> None:
-    """Raise OtherVersion if an owner's message with this beginning has another version than the client's."""
-    if len(data) >= _PREFIX.size:
-        its_magic, theirs = _PREFIX.unpack_from(data)
-        if its_magic == magic and theirs != ours:
-            raise OtherVersion(protocol, client=ours, owner=theirs)
+            client, owner = (theirs, ours) if from_client else (ours, theirs)
+            raise OtherVersion(protocol, client, owner)
 
 
 def typed_error(error: MalformedMessage, where: str) -> TanghuluError:
@@ -165,12 +159,12 @@ def parse_head(data: memoryview | bytes | bytearray) -> Head:
 
 def check_head_version(data: memoryview | bytes | bytearray) -> None:
     """Raise OtherVersion if a head with this beginning has another version."""
-    check_request_version(data, _HEAD_MAGIC, VERSION, "tcp transfer")
+    check_version(data, _HEAD_MAGIC, VERSION, "tcp transfer", from_client=True)
 
 
 def check_reply_version(data: memoryview | bytes | bytearray) -> None:
     """Raise OtherVersion if a reply with this beginning has another version."""
-    check_answer_version(data, _REPLY_MAGIC, VERSION, "tcp transfer")
+    check_version(data, _REPLY_MAGIC, VERSION, "tcp transfer", from_client=False)
 
 
 def digest_of(data: memoryview) -> int:
@@ -235,18 +229,10 @@ SHM_HELLO_BYTES = _HELLO.size
 SHM_ANSWER_BYTES = _ANSWER.size
 
 
-@dataclass(frozen=True, slots=True)
-class ShmHello:
-    """Request of a client at the owner's Unix socket."""
-
-    name: str
-    generation: int
-    session: SessionKey
-
-    def pack(self) -> bytes:
-        """Return SHM_HELLO_BYTES and the name."""
-        name = self.name.encode()
-        return _HELLO.pack(_SHM_MAGIC, VERSION, 0, len(name), self.generation, *self.session) + name
+def pack_shm_hello(name: str, generation: int, session: SessionKey) -> bytes:
+    """Return a client's request at the owner's Unix socket: SHM_HELLO_BYTES and the name."""
+    encoded = name.encode()
+    return _HELLO.pack(_SHM_MAGIC, VERSION, 0, len(encoded), generation, *session) + encoded
 
 
 def parse_shm_hello(data: bytes) -> tuple[int, int, SessionKey]:
@@ -260,12 +246,12 @@ def parse_shm_hello(data: bytes) -> tuple[int, int, SessionKey]:
 
 def check_shm_hello_version(data: bytes) -> None:
     """Raise OtherVersion if a hello with this beginning has another version."""
-    check_request_version(data, _SHM_MAGIC, VERSION, "shm")
+    check_version(data, _SHM_MAGIC, VERSION, "shm", from_client=True)
 
 
 def check_shm_answer_version(data: bytes) -> None:
     """Raise OtherVersion if an answer with this beginning has another version."""
-    check_answer_version(data, _SHM_MAGIC, VERSION, "shm")
+    check_version(data, _SHM_MAGIC, VERSION, "shm", from_client=False)
 
 
 def pack_shm_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:

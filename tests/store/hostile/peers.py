@@ -23,7 +23,7 @@ from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.messages import Found, GetRequest, ReserveRequest, Welcome
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader, IndexWriter, index_bytes
 from tanghulu.store.protocol.types import NewChunk
-from tanghulu.transfer_engine.core.wire import SHM_ANSWER_BYTES, Head, Op, ShmHello, name_hash, secret_numbers
+from tanghulu.transfer_engine.core.wire import SHM_ANSWER_BYTES, Head, Op, name_hash, pack_shm_hello, secret_numbers
 from tanghulu.types import Address, ChunkKey
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ class Forger:
         self.place: IndexPlace = welcome.index
         self._wire = socket.socket(socket.AF_UNIX)
         self._wire.connect(welcome.segment.endpoints_of("shm")[0].address)
-        self._wire.sendall(ShmHello(welcome.segment.name, welcome.generation, welcome.session).pack())
+        self._wire.sendall(pack_shm_hello(welcome.segment.name, welcome.generation, welcome.session))
         _, fds, _, _ = socket.recv_fds(self._wire, SHM_ANSWER_BYTES, 3)
         self._fds = list(fds)
         self.data = mmap.mmap(fds[0], 0, prot=mmap.PROT_READ)

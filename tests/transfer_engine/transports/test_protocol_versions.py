@@ -22,7 +22,7 @@ from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.transport import ConnectContext, ServeContext
-from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, ShmHello, parse_head
+from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, pack_shm_hello, parse_head
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.connection import StagedSlots
@@ -44,7 +44,7 @@ NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)
 CONNECT = ControlRequest(ControlOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
 HELLOS = {
     "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
-    "shm": ShmHello(SEGMENT, 3, NO_SESSION).pack(),
+    "shm": pack_shm_hello(SEGMENT, 3, NO_SESSION),
     "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_connect("mlx5_0", NO_ADDRESS))),
     "ucx": UCX.pack_request(CONNECT),
 }

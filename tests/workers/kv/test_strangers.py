@@ -17,8 +17,8 @@ from tanghulu.transfer_engine.core.wire import (
     SHM_ANSWER_BYTES,
     Head,
     Op,
-    ShmHello,
     name_hash,
+    pack_shm_hello,
     parse_error,
     parse_reply,
     secret_numbers,
@@ -84,7 +84,7 @@ async def test_who_maps_the_kv_cannot_write_it(tmp_path: Path) -> None:
             with contextlib.closing(connection), socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(30)
                 sock.connect(segment.endpoints_of("shm")[0].address)
-                sock.sendall(ShmHello(segment.name, segment.generation, key).pack())
+                sock.sendall(pack_shm_hello(segment.name, segment.generation, key))
                 _, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, 3)
             assert fds
             for each in fds:

@@ -30,8 +30,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.transfer_engine.core.wire import (
     MAX_TEXT_BYTES,
     MalformedMessage,
-    check_answer_version,
-    check_request_version,
+    check_version,
     pack_error,
     parse_error,
 )
@@ -105,7 +104,7 @@ class Dialect:
 
     def take_request(self, data: bytearray) -> ControlRequest | None:
         """Take one whole request off the front of ``data``; None if it is incomplete. Raises MalformedMessage."""
-        check_request_version(data, self.request_magic, self.version, self.protocol)
+        check_version(data, self.request_magic, self.version, self.protocol, from_client=True)
         if len(data) < REQUEST_BYTES:
             return None
         magic, _, op, num_bytes, number, session_id, generation, name, offset, length = _REQUEST.unpack_from(data)
@@ -118,7 +117,7 @@ class Dialect:
 
     def take_answer(self, data: bytearray) -> ControlAnswer | None:
         """Take one whole answer off the front of ``data``; None if it is incomplete. Raises MalformedMessage."""
-        check_answer_version(data, self.answer_magic, self.version, self.protocol)
+        check_version(data, self.answer_magic, self.version, self.protocol, from_client=False)
         if len(data) < ANSWER_BYTES:
             return None
         magic, _, op, refused, leased, num_bytes, digest = _ANSWER.unpack_from(data)

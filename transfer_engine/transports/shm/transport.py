@@ -41,9 +41,9 @@ from tanghulu.transfer_engine.core.wire import (
     SHM_ANSWER_BYTES,
     MalformedMessage,
     OtherVersion,
-    ShmHello,
     check_shm_answer_version,
     digest_of,
+    pack_shm_hello,
     parse_error,
     parse_shm_answer,
     typed_error,
@@ -131,7 +131,7 @@ class ShmPeer:
                 lose_in_children(sock)
                 sock.settimeout(timeout_s)
                 sock.connect(endpoint.address)
-                sock.sendall(ShmHello(descriptor.name, descriptor.generation, session).pack())
+                sock.sendall(pack_shm_hello(descriptor.name, descriptor.generation, session))
                 memory = _receive_memory(sock, descriptor.size_bytes)
                 sock.setblocking(False)
                 return cls(sock, memory, endpoint)
