@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.batch_state import BatchState, Post
-from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.client.remote import LinkPool
 from tanghulu.transfer_engine.client.requests import (
     BatchResult,
     TransferCancelled,
@@ -29,7 +29,7 @@ from tanghulu.transfer_engine.client.requests import (
     TransferState,
     admit_deadline,
 )
-from tanghulu.transfer_engine.core.paths import Path, PathTable
+from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.slices import SliceState
 from tanghulu.transfer_engine.core.transport import Arrived, Completion, Corrupt, Link, Lost
 from tanghulu.transfer_engine.core.wire import digest_of
@@ -54,9 +54,9 @@ class TransferHandle:
         self._resources = resources
         self._batch = batch
         self._requests = requests
-        self._targets: dict[PathTable, RemoteSegment] = {each.target.paths: each.target for each in requests}
-        self._tables = {path: table for table in self._targets for path in table.paths}
-        self._links: dict[tuple[PathTable, str], Link] = {}
+        self._targets = list(dict.fromkeys(each.target for each in requests))
+        self._target_of = {path: target for target in self._targets for path in target.pools}
+        self._links: dict[LinkPool, Link] = {}
         self._turn = threading.Lock()
         self._stop: TanghuluError | None = None
 
@@ -143,7 +143,7 @@ class TransferHandle:
 
     def start(self) -> None:
         """Post what can be posted without waiting; copies over shm are left to the waiting thread."""
-        if all(table.paths[0].transport == "shm" for table in self._targets):
+        if all(target.paths.paths[0].transport == "shm" for target in self._targets):
             return
         with self._turn:
             self._advance_now()
@@ -207,7 +207,7 @@ class TransferHandle:
 
     def _perform(self, post: Post) -> None:
         try:
-            link = self._link(self._tables[post.path], post.path.transport)
+            link = self._link(post.path)
         except TanghuluError as error:
             with self._resources.lock:
                 self._batch.lost(post.path, error, self._resources.clock.now_s())
@@ -250,45 +250,44 @@ class TransferHandle:
 
     def _borrow_all(self, until_s: float | None) -> bool:
         """Hold a link of every target's first transport: all of them or, on False, no new one."""
-        fresh: list[tuple[PathTable, str]] = []
-        for table in self._targets if len(self._targets) == 1 else sorted(self._targets, key=id):
-            key = (table, table.paths[0].transport)
-            if key in self._links or self._targets[table].closed:
+        fresh: list[LinkPool] = []
+        for target in self._targets if len(self._targets) == 1 else sorted(self._targets, key=id):
+            pool = target.pools[target.paths.paths[0]]
+            if pool in self._links or target.closed:
                 continue
             link: Link | None
             try:
-                link = self._targets[table].borrow(key[1], until_s)
+                link = pool.borrow(until_s)
             except NodeUnavailable:
                 continue  # just closed: its slices are lost when they are posted
             if link is None:
                 for each in fresh:
-                    self._targets[each[0]].give_back(each[1], self._links.pop(each))
+                    each.give_back(self._links.pop(each))
                 return False
-            self._links[key] = link
-            fresh.append(key)
+            self._links[pool] = link
+            fresh.append(pool)
         return True
 
-    def _link(self, table: PathTable, transport: str) -> Link:
-        key = (table, transport)
-        link = self._links.get(key)
+    def _link(self, path: Path) -> Link:
+        target = self._target_of[path]
+        pool = target.pools[path]
+        link = self._links.get(pool)
         if link is None:
-            link = self._targets[table].borrow(transport, None)
+            link = pool.borrow(None)
             if link is None:
-                raise Overloaded(
-                    f"other batches use all {transport} links to {self._targets[table]!r}; try again later"
-                )
-            self._links[key] = link
+                raise Overloaded(f"other batches use all {path.transport} links to {target!r}; try again later")
+            self._links[pool] = link
         return link
 
     def _cut(self, path: Path) -> None:
-        link = self._links.get((self._tables[path], path.transport))
+        link = self._links.get(self._target_of[path].pools[path])
         if link is not None:
             link.cut(path)
 
     def _let_go(self) -> None:
         while self._links:
-            (table, transport), link = self._links.popitem()
-            self._targets[table].give_back(transport, link)
+            pool, link = self._links.popitem()
+            pool.give_back(link)
 
     def _wake(self) -> None:
         for link in list(self._links.values()):

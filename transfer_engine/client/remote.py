@@ -213,14 +213,6 @@ class RemoteSegment:
             return
         raise errors[0] if errors else NodeUnavailable(f"segment {self.name!r} has no {self.transport} endpoint")
 
-    def borrow(self, transport: str, until_s: float | None) -> Link | None:
-        """Return a link of ``transport`` for one batch, or None if all are lent until ``until_s``."""
-        return self._pools[transport].borrow(until_s)
-
-    def give_back(self, transport: str, link: Link) -> None:
-        """Return a borrowed link."""
-        self._pools[transport].give_back(link)
-
     def close(self) -> None:
         """Release the peer, for everybody who opened this segment. Batches in flight fail or end by themselves."""
         if self.closed:

@@ -121,10 +121,6 @@ class Lease:
         self.state = following
         return following
 
-    def freed(self) -> Freed:
-        """Return the report to its owner when it has ended."""
-        return Freed(self.lease_id, self.offset, self.length)
-
 
 __all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
 
@@ -261,7 +257,8 @@ class AccessTable:
             revoked, session.revoked = session.revoked, []
             for lease_id in revoked:
                 freed += self.end(lease_id)
-        return self._close_if_empty(session, freed) if session.closed and session.num_one_sided == 0 else freed
+        self._forget_if_empty(session)
+        return freed
 
     # --- leases
 
@@ -476,7 +473,9 @@ class AccessTable:
             if session.unended:
                 break
             del self._ending[session_id]
-            self._close_if_empty(session, freed)
+            if session.num_one_sided and not session.revoked and self.on_revoke is not None:
+                self.on_revoke(session_id)
+            self._forget_if_empty(session)
         return freed, most
 
     def _end_with_session(self, session: _Session, lease: Lease, freed: list[Freed]) -> None:
@@ -518,16 +517,12 @@ class AccessTable:
         mapped_bytes = lease.length if lease.mapped else 0
         session.mapped_bytes -= mapped_bytes
         self._mapped_bytes -= mapped_bytes
-        freed.append(lease.freed())
+        freed.append(Freed(lease.lease_id, lease.offset, lease.length))
+        self._forget_if_empty(session)
+
+    def _forget_if_empty(self, session: _Session) -> None:
         if session.closed and not session.leases and session.num_one_sided == 0:
             self._sessions.pop(session.session_id, None)
-
-    def _close_if_empty(self, session: _Session, freed: list[Freed]) -> list[Freed]:
-        if session.num_one_sided and not session.revoked and self.on_revoke is not None:
-            self.on_revoke(session.session_id)
-        if not session.leases and session.num_one_sided == 0:
-            self._sessions.pop(session.session_id, None)
-        return freed
 
 
 def _is_active(lease: Lease, now_s: float) -> bool:

@@ -141,11 +141,6 @@ class ShmPeer:
             raise NodeUnavailable(f"shm socket {endpoint.address}: {error or type(error).__name__}") from error
 
     @property
-    def mapped(self) -> bool:
-        """Whether the pages are in this process."""
-        return self.view is not None
-
-    @property
     def writable_view(self) -> memoryview | None:
         """The content of ``view``, for writing; None if this process may not write, or the pages are not here."""
         return self._memory.writable_view
@@ -153,7 +148,7 @@ class ShmPeer:
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
         """Move the bytes now; the caller has checked the ranges. Check ``alive`` afterwards.
 
-        Raises NodeUnavailable where the memory is not ``mapped``, or a write is not allowed.
+        Raises NodeUnavailable where the memory is out of reach, or a write is not allowed.
         """
         if self.view is None and not self.alive:
             raise self.gone()
