@@ -30,7 +30,7 @@ from tanghulu.workers.engine.thread import EngineThread
 from tanghulu.workers.kv.peer_reader import TURN_BYTES, ExportPart, PeerReader, Watch, cut
 from tanghulu.workers.kv.ports import BlockPort
 from tanghulu.workers.kv.store_adapter import StoreAdapter
-from tanghulu.workers.kv.store_policy import WorthKeeping, make_store_policy
+from tanghulu.workers.kv.store_policy import make_store_policy
 from tanghulu.workers.metrics import WorkerMetrics
 
 _log = structlog.get_logger(__name__)
@@ -163,7 +163,7 @@ class KvConnector(KvTransfers):
         if self._store_answers and self._pending_blocks == 0:
             self._keep(self._policy.idle(_IDLE_BLOCKS))
 
-    def _keep(self, blocks: Sequence[WorthKeeping]) -> None:
+    def _keep(self, blocks: Sequence[CommittedBlock]) -> None:
         self._metrics.store_deferred_blocks.set(self._policy.num_deferred)
         self._metrics.store_dropped.inc(self._policy.num_dropped - self._num_dropped)
         self._num_dropped = self._policy.num_dropped

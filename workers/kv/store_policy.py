@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.step import CommittedBlock
@@ -25,18 +24,10 @@ from tanghulu.workers.engine.step import CommittedBlock
 MAX_REMEMBERED = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class WorthKeeping:
-    """A block to be written now; the cache may have evicted it, so its hash shows whether it is still that block."""
-
-    block_id: int
-    block_hash: BlockHash
-
-
 class StorePolicy:
     """Selects blocks to write: every use of a block is reported, and answered with the blocks to write now.
 
-    This one is *none*.
+    The cache may have evicted a deferred block: its hash shows whether it is still that block. This one is *none*.
     """
 
     num_dropped = 0
@@ -46,15 +37,15 @@ class StorePolicy:
         """Blocks waiting for `idle`."""
         return 0
 
-    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[CommittedBlock]:
         """Note blocks just computed, which can be matched from now on."""
         return []
 
-    def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+    def reused(self, blocks: Iterable[CommittedBlock]) -> list[CommittedBlock]:
         """Note blocks that a request found in the worker's cache."""
         return []
 
-    def idle(self, max_blocks: int) -> list[WorthKeeping]:
+    def idle(self, max_blocks: int) -> list[CommittedBlock]:
         """Return up to ``max_blocks`` deferred blocks, because the engine has nothing to do."""
         return []
 
@@ -62,8 +53,8 @@ class StorePolicy:
 class WriteAll(StorePolicy):
     """The policy *all*: reused blocks were written when they were computed, or loaded from the store."""
 
-    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        return [WorthKeeping(block.block_id, block.block_hash) for block in blocks]
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[CommittedBlock]:
+        return list(blocks)
 
 
 class WriteAgain(StorePolicy):
@@ -74,13 +65,13 @@ class WriteAgain(StorePolicy):
         self._max_deferred = max_deferred
         self._max_remembered = max_remembered
         self._seen: OrderedDict[BlockHash, bool] = OrderedDict()  # whether it was returned for writing
-        self._deferred: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
+        self._deferred: OrderedDict[BlockHash, CommittedBlock] = OrderedDict()  # oldest first
 
     @property
     def num_deferred(self) -> int:
         return len(self._deferred)
 
-    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[CommittedBlock]:
         found = []
         for block in blocks:
             if self._is_second(block.block_hash, again=True):
@@ -89,17 +80,17 @@ class WriteAgain(StorePolicy):
                 self._defer(block)
         return found
 
-    def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+    def reused(self, blocks: Iterable[CommittedBlock]) -> list[CommittedBlock]:
         """Write blocks not written yet."""
         return [self._give(block) for block in blocks if self._is_second(block.block_hash, again=False)]
 
-    def idle(self, max_blocks: int) -> list[WorthKeeping]:
+    def idle(self, max_blocks: int) -> list[CommittedBlock]:
         """Write deferred blocks, the latest first: they are the likeliest to be in the cache still."""
-        found: list[WorthKeeping] = []
+        found: list[CommittedBlock] = []
         while self._deferred and len(found) < max_blocks:
-            block_hash, block_id = self._deferred.popitem()
+            block_hash, block = self._deferred.popitem()
             self._remember(block_hash, given=True)
-            found.append(WorthKeeping(block_id, block_hash))
+            found.append(block)
         return found
 
     def _is_second(self, block_hash: BlockHash, *, again: bool) -> bool:
@@ -110,10 +101,10 @@ class WriteAgain(StorePolicy):
             return False
         return again or not given
 
-    def _give(self, block: CommittedBlock) -> WorthKeeping:
+    def _give(self, block: CommittedBlock) -> CommittedBlock:
         self._deferred.pop(block.block_hash, None)
         self._remember(block.block_hash, given=True)
-        return WorthKeeping(block.block_id, block.block_hash)
+        return block
 
     def _remember(self, block_hash: BlockHash, *, given: bool) -> None:
         self._seen[block_hash] = given
@@ -124,7 +115,7 @@ class WriteAgain(StorePolicy):
     def _defer(self, block: CommittedBlock) -> None:
         if self._max_deferred == 0:
             return
-        self._deferred[block.block_hash] = block.block_id
+        self._deferred[block.block_hash] = block
         if len(self._deferred) > self._max_deferred:
             self._deferred.popitem(last=False)
             self.num_dropped += 1

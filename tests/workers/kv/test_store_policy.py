@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step import CommittedBlock
-from tanghulu.workers.kv.store_policy import POLICIES, WorthKeeping, WriteAgain, make_store_policy
+from tanghulu.workers.kv.store_policy import POLICIES, WriteAgain, make_store_policy
 from tests.workers.rig import PROMPT, DictStore, Rig
 from tests.workers.tiny import BLOCK
 
@@ -18,7 +18,7 @@ def _block(number: int) -> CommittedBlock:
     return CommittedBlock(RequestId("r"), number, number, BlockHash(bytes([number]) * 16))
 
 
-def _names(kept: list[WorthKeeping]) -> str:
+def _names(kept: list[CommittedBlock]) -> str:
     return "".join(chr(ord("A") + each.block_id) for each in kept)
 
 
