@@ -233,8 +233,7 @@ def _rows_of(plan: StepPlan) -> list[SamplingRow]:
     rows: list[SamplingRow] = []
     for run in plan.runs:
         if run.samples:
-            rows.append(SamplingRow.of(run.request))
-            rows += (SamplingRow.behind(run.request, run.draft[: at + 1]) for at in range(len(run.draft)))
+            rows += (SamplingRow.of(run.request, run.draft[:at]) for at in range(1 + len(run.draft)))
     return rows
 
 

@@ -44,25 +44,15 @@ class SamplingRow:
     grammar: Grammar | None = None
 
     @classmethod
-    def of(cls, request: EngineRequest) -> SamplingRow:
-        """Return the row of ``request``'s next token."""
-        return cls(
-            request.sampling,
-            request.sequence.tokens,
-            request.num_prompt_tokens,
-            request.banned_ids(request.num_generated),
-            request.grammar,
-        )
-
-    @classmethod
-    def behind(cls, request: EngineRequest, draft: tuple[int, ...]) -> SamplingRow:
-        """Return the row of the token after ``draft``, if that follows; ``request`` has no grammar."""
+    def of(cls, request: EngineRequest, draft: tuple[int, ...] = ()) -> SamplingRow:
+        """Return the row of ``request``'s next token, or of the one after ``draft``, if that follows."""
         tokens = request.sequence.tokens
         return cls(
             request.sampling,
-            np.append(tokens, np.asarray(draft, dtype=tokens.dtype)),
+            np.append(tokens, np.asarray(draft, dtype=tokens.dtype)) if draft else tokens,
             request.num_prompt_tokens,
             request.banned_ids(request.num_generated + len(draft)),
+            request.grammar,
         )
 
     @property
