@@ -52,7 +52,8 @@ class SessionOutbox:
         self._events: list[KvChange] = []
         self._load: WorkerLoad | None = None
         self._reads: list[PeerRead] = []
-        self._next_s = 0.0
+        #: Time from which anything may be sent at once.
+        self.due_s = 0.0
 
     def output(self, output: Output) -> None:
         """Add a request's output of the steps noted next; it belongs to this object from now on."""
@@ -89,14 +90,9 @@ class SessionOutbox:
         is_urgent = self._outputs or self._refusals or self._reads
         return bool(is_urgent or len(self._events) > MAX_PENDING_EVENTS)
 
-    @property
-    def due_s(self) -> float:
-        """Time from which anything may be sent at once."""
-        return self._next_s
-
     def take(self, sequence: int, now_s: float) -> StepOutput:
         """Return the message, with all KV events before ``sequence``; the outbox is empty afterwards."""
-        self._next_s = now_s + SPREAD_S
+        self.due_s = now_s + SPREAD_S
         load = self._load
         message = StepOutput(
             [*self._outputs.values(), *self._refusals],

@@ -223,29 +223,25 @@ class SessionHub(Generic[RequestT]):
         ahead = RequestId(submit.ahead) if submit.ahead else None
         if ahead is not None:
             self._forget(ahead)  # it ends with the request from now on
-        if self._draining:
-            if ahead is not None:
-                self._abort(ahead)
-            self._refuse(
-                session, request_id, Overloaded(f"worker {self._instance_id} is shutting down; use another worker")
-            )
-            return
-        try:
-            request = self._factory.request(submit)
-        except TanghuluError as error:
-            if ahead is not None:
-                self._abort(ahead)
-            self._refuse(session, request_id, error)
-            return
-        self._own(session, request_id)
-        ids = {"x_request_id": submit.x_request_id, "traceparent": submit.traceparent}
-        _log.debug("request.taken", request=request_id, **ids)
 
         def refused(error: TanghuluError) -> None:
             if ahead is not None:
                 self._abort(ahead)
-            self._refuse(session, request_id, error)
+            self._forget(request_id)
+            session.outbox.refusal(request_id, error)
+            self._flush(session)
 
+        if self._draining:
+            refused(Overloaded(f"worker {self._instance_id} is shutting down; use another worker"))
+            return
+        try:
+            request = self._factory.request(submit)
+        except TanghuluError as error:
+            refused(error)
+            return
+        self._own(session, request_id)
+        ids = {"x_request_id": submit.x_request_id, "traceparent": submit.traceparent}
+        _log.debug("request.taken", request=request_id, **ids)
         self._engine.submit(request, lambda num_added: session.outbox.added.append((num_added, number)), refused)
 
     def _own(self, session: ConductorSession, request_id: RequestId) -> None:
@@ -269,11 +265,6 @@ class SessionHub(Generic[RequestT]):
             return
         self._own(session, name)
         self._engine.pull_ahead(name, sequence, peer)
-
-    def _refuse(self, session: ConductorSession, request_id: RequestId, error: TanghuluError) -> None:
-        self._forget(request_id)
-        session.outbox.refusal(request_id, error)
-        self._flush(session)
 
     def _abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
