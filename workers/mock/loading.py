@@ -125,6 +125,14 @@ def _fingerprint(assets: TokenizerAssets, layout: KvLayout) -> Fingerprint:
     return Fingerprint(xxhash.xxh3_128_digest(b"mock/1" + shape + assets.tokenizer_json))
 
 
+#: Names of files, and the runs before which they hold the engine.
+_HOLDS: Final[dict[str, Callable[[ScheduledRun], bool]]] = {
+    "step": lambda run: True,
+    "prefill": lambda run: run.start < run.request.num_prompt_tokens,
+    "decode": lambda run: run.start - run.request.num_prompt_tokens >= DECODE_TOKENS,
+}
+
+
 class HoldingRunner(WrappedRunner):
     """Steps of ``runner`` wait while a file in ``folder`` holds them."""
 
@@ -135,7 +143,7 @@ class HoldingRunner(WrappedRunner):
 
     def run(self, plan: StepPlan) -> Computed:
         """Run the step, at once or when its hold is gone."""
-        for name, holds in (("step", _any), ("prefill", _is_prefill), ("decode", _is_answer)):
+        for name, holds in _HOLDS.items():
             if any(map(holds, plan.runs)):
                 self._wait(name)
         return self._runner.run(plan)
@@ -154,15 +162,3 @@ class HoldingRunner(WrappedRunner):
 
     def __repr__(self) -> str:
         return f"HoldingRunner({self._runner!r}, {self._folder})"
-
-
-def _any(run: ScheduledRun) -> bool:
-    return True
-
-
-def _is_prefill(run: ScheduledRun) -> bool:
-    return run.start < run.request.num_prompt_tokens
-
-
-def _is_answer(run: ScheduledRun) -> bool:
-    return run.start - run.request.num_prompt_tokens >= DECODE_TOKENS

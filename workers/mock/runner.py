@@ -113,7 +113,7 @@ class MockRunner:
         sampling = [run.request for run in plan.runs if run.samples]
         if self._checks:
             for request in sampling:
-                self._verify(request)
+                self._rows(request, 0, request.num_tokens, write=False)
         sampled = self._sample(sampling)
         seconds = self._timing.step_seconds(plan)
         left_s = started + seconds - time.monotonic()
@@ -129,9 +129,6 @@ class MockRunner:
             self._kv[run.request.block_ids[index], :, row] = _pattern(run.request.sequence.last, run.start)
             return
         self._rows(run.request, run.start, run.start + run.num_tokens, write=True)
-
-    def _verify(self, request: EngineRequest) -> None:
-        self._rows(request, 0, request.num_tokens, write=False)
 
     def _rows(self, request: EngineRequest, start: int, end: int, *, write: bool) -> None:
         """Write, or compare, the patterns of tokens ``start .. end``, block by block."""
@@ -150,9 +147,6 @@ class MockRunner:
 
     def _sample(self, requests: Sequence[EngineRequest]) -> Sampled:
         tokens = [self._token(request) for request in requests]
-        has_logprobs = [request.sampling.num_logprobs is not None for request in requests]
-        if not any(has_logprobs):
-            return Sampled(tokens, [None] * len(tokens))
         return Sampled(tokens, [self._logprobs(r, token) for r, token in zip(requests, tokens, strict=True)])
 
     def _token(self, request: EngineRequest) -> int:
