@@ -175,7 +175,7 @@ def engine(model: Model, num_blocks: int = 64, **more: Any) -> EngineCore:
     """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineCoreConfig."""
     transfers = more.pop("transfers", None)
     config = {"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug_checks": True} | more
-    capacity = num_blocks * model.config.kv_token_elements * 4 * config["block_tokens"]
+    capacity = num_blocks * KvLayout.of(model.config, config["block_tokens"], "float32").block_bytes
     buffer = config.pop("buffer", None)
     runner = runner_of(
         TorchRunner, model, block_tokens=config["block_tokens"], kv_capacity_bytes=capacity, buffer=buffer

@@ -93,7 +93,8 @@ class Scheduler:
         self._waiting: list[EngineRequest] = []
         self._running: list[EngineRequest] = []
         self._fetches: dict[RequestId, FetchWanted] = {}
-        self._num_added = 0
+        #: Requests ever added.
+        self.num_added = 0
         self._turns = FairTurns()
         self._plan: StepPlan | None = None
 
@@ -119,9 +120,9 @@ class Scheduler:
             raise Overloaded(
                 f"{len(self._waiting)} requests are waiting, the maximum; retry later or at another worker"
             )
-        request.arrival = self._num_added
+        request.arrival = self.num_added
         request.turn = 0.0 if request.moved else self._turns.take(request.client, request.weight)
-        self._num_added += 1
+        self.num_added += 1
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=_order)
         self.pulls.end_soon(request.ahead)
@@ -434,11 +435,6 @@ class Scheduler:
             tokens += length - computed
             pairs += length * length - computed * computed
         return tokens, pairs
-
-    @property
-    def num_added(self) -> int:
-        """Requests ever added."""
-        return self._num_added
 
     @property
     def has_work(self) -> bool:

@@ -101,11 +101,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelUnsupported(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
-    @property
-    def kv_token_elements(self) -> int:
-        """Elements of K and V of one token over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
-
     def experts_of(self, layer: int) -> RoutedExperts | None:
         """Return the experts of ``layer``; None if it has one ordinary MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts

@@ -16,6 +16,7 @@ from tanghulu.workers.compute.models.model import Model
 from tanghulu.workers.compute.runners import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore, KvTransfers
+from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted
 from tests.workers.peers import export_at
 from tests.workers.tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all, runner_of
@@ -173,7 +174,7 @@ def test_logprobs_come_with_the_token(tiny_model: Model) -> None:
 
 
 def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
-    memory = bytearray(10 * tiny_model.config.kv_token_elements * 4 * BLOCK)
+    memory = bytearray(10 * KvLayout.of(tiny_model.config, BLOCK, "float32").block_bytes)
     core = engine(tiny_model, num_blocks=10, buffer=memory)
     core.add(request("a", PROMPT, 1))
     (output,) = outputs_of(core)

@@ -97,7 +97,7 @@ class Model:
                 progress((index + 1) / (config.num_layers + 1))
         head = _load_head(loader, config, self._embedding)
         self._head = Linear(_own_rows(head, shard), arithmetic=self._arithmetic)
-        self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
+        self._norm = loader.norm("model.norm.weight", config.hidden, self._head.take_factor())
         self._rotary: dict[int | None, RotaryTable] = {None: RotaryTable(config, loader.frequency_factors(), device)}
         if (sliding := config.sliding) is not None:
             own = replace(config, rope_theta=sliding.rope_theta, rope_scaling=RopeScaling())
@@ -219,18 +219,18 @@ def _load_layer(loader: WeightLoader, config: ModelConfig, index: int) -> _Layer
         after = {name: loader.norm(f"{prefix}.{name}.weight", config.hidden) for name in names}
     query_norm = key_norm = None
     if config.qk_norm:
-        query_norm = loader.scaled_norm(f"{attention}.q_norm.weight", config.head_dim, config.query_scale)
+        query_norm = loader.norm(f"{attention}.q_norm.weight", config.head_dim, config.query_scale)
         key_norm = loader.norm(f"{attention}.k_norm.weight", config.head_dim)
     sliding = config.sliding
     return _Layer(
         window=sliding.num_tokens if sliding is not None and index in sliding.layers else None,
-        input_norm=loader.norm(f"{prefix}.input_layernorm.weight", config.hidden, project),
+        input_norm=loader.norm(f"{prefix}.input_layernorm.weight", config.hidden, project.take_factor()),
         qkv=project,
         query_norm=query_norm,
         key_norm=key_norm,
         out=loader.summand(f"{attention}.o_proj", config.hidden, width, bias=config.output_bias),
         after_attention=after.get("post_attention_layernorm"),
-        mlp_norm=loader.scaled_norm(f"{prefix}.{before}.weight", config.hidden, mlp.take_factor()),
+        mlp_norm=loader.norm(f"{prefix}.{before}.weight", config.hidden, mlp.take_factor()),
         mlp=mlp,
         after_mlp=after.get("post_feedforward_layernorm"),
     )

@@ -58,11 +58,7 @@ class WeightLoader:
         # clone: a tensor that is a view of a mapped file must not outlive the file.
         return tensor.to(self._dtype, copy=True)
 
-    def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
-        """Return the norm ``name``, whose results go to ``before`` alone if that is given."""
-        return self.scaled_norm(name, size, 1.0 if before is None else before.take_factor())
-
-    def scaled_norm(self, name: str, size: int, factor: float) -> Norm:
+    def norm(self, name: str, size: int, factor: float = 1.0) -> Norm:
         """Return the norm ``name``, with results multiplied by ``factor``."""
         return Norm(self.take(name, (size,)), self._config.rms_eps, factor, self._config.norm_offset)
 
