@@ -27,13 +27,12 @@ class LinkPool:
     """
 
     def __init__(self, connect: Callable[[], Link], max_links: int, clock: Clock) -> None:
-        self._connect: Callable[[], Link] | None = connect
+        self._connect: Callable[[], Link] | None = connect  # None once closed
         self._max_links = max_links
         self._clock = clock
         self._idle: list[Link] = []
         self._num_links = 0  # idle, lent, or being made
         self._num_waiting = 0
-        self._closed = False
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -54,7 +53,7 @@ class LinkPool:
         """
         if idle or link.reusable:
             self._idle.append(link)
-            if self._closed:
+            if self._connect is None:
                 self._close_idle()
             elif self._num_waiting:
                 with self._lock:
@@ -72,7 +71,6 @@ class LinkPool:
     def close(self) -> None:
         """Close the idle links now and the lent ones when they are returned."""
         with self._lock:
-            self._closed = True
             self._connect = None  # drops the state shared by the links
             self._changed.notify_all()
         self._close_idle()
@@ -81,7 +79,7 @@ class LinkPool:
         """Assert the invariants: bounds hold, and idle links have nothing under way."""
         with self._lock:
             assert len(self._idle) <= self._num_links
-            assert not (self._closed and self._idle)
+            assert self._connect is not None or not self._idle
             assert all(link.reusable for link in self._idle)
             for link in self._idle:
                 link.check()

@@ -108,14 +108,13 @@ class MemorySegment:
 
     def __init__(self, name: str, fd: int, area: mmap.mmap, published: PublishedArea | None = None) -> None:
         self.name = name
-        self.fd = fd
+        self.fd = fd  # -1 once closed
         self.published = published
         self._reading_fd = _reading_fd(fd)
         self.size_bytes = len(area)
         self.view = memoryview(area)
         self._area = area
         self._toucher = PageToucher(area, least_bytes=1)
-        self._closed = False
 
     @classmethod
     def create(cls, name: str, size_bytes: int, *, prefault: bool = False, published_bytes: int = 0) -> MemorySegment:
@@ -151,20 +150,14 @@ class MemorySegment:
         return fds
 
     @property
-    def closed(self) -> bool:
-        """Whether ``close()`` has been called."""
-        return self._closed
-
-    @property
     def address(self) -> int:
         """Address of the memory in this process."""
         return int(np.frombuffer(self.view, np.uint8).__array_interface__["data"][0])
 
     def close(self) -> None:
         """Close the descriptor and unmap. Views still held by the owner keep the mapping alive until dropped."""
-        if self._closed:
+        if self.fd < 0:
             return
-        self._closed = True
         os.close(self._reading_fd)
         os.close(self.fd)
         self.fd = -1
@@ -174,13 +167,12 @@ class MemorySegment:
             self.published.close()
 
     def check(self) -> None:
-        """Assert the invariants: the descriptor is open exactly while the segment is, and has the sealed size."""
-        assert self._closed == (self.fd < 0)
-        if not self._closed:
+        """Assert the invariants: the descriptor of an open segment has the sealed size."""
+        if self.fd >= 0:
             assert os.fstat(self.fd).st_size == self.size_bytes == len(self.view)
 
     def __repr__(self) -> str:
-        return f"MemorySegment({self.name!r}, {self.size_bytes} bytes{', closed' if self._closed else ''})"
+        return f"MemorySegment({self.name!r}, {self.size_bytes} bytes{', closed' if self.fd < 0 else ''})"
 
 
 class PublishedArea:

@@ -74,10 +74,6 @@ class Topology:
         """Devices to which tcp can be bound: up, with an address, not the loopback."""
         return tuple(each for each in self.devices if each.up and each.address and not each.loopback)
 
-    def device(self, name: str) -> NetworkDevice | None:
-        """Return the device of that name."""
-        return next((each for each in self.devices if each.name == name), None)
-
     def distance(self, location: str, name: str) -> int:
         """Return 0 if preferred from ``location`` (or the location is unknown), 1 if it comes after those."""
         preference = self.matrix.get(location)
