@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
@@ -124,14 +124,6 @@ class KnownMasters:
         return gone
 
 
-class _Split(NamedTuple):
-    """Split of one method's calls; ``keys`` None means by ranges, one at each position."""
-
-    keys: Callable[[Any], Sequence[str]] | None
-    part: Callable[[Any, Sequence[int]], Any]
-    join: Callable[[Any, Sequence[Answer]], Any]
-
-
 class SplitCall:
     """One call on its way to the owners of its keys: the open parts, and the answered ones.
 
@@ -139,9 +131,8 @@ class SplitCall:
     """
 
     def __init__(self, call: Call[Any]) -> None:
-        self._call, self._split = call, SPLITS[call.method]
-        keys = self._split.keys
-        self._keys = None if keys is None else keys(call.request)
+        self._call = call
+        self._keys: Sequence[str] | None = None if call.method in BY_RANGE else call.request.keys
         self._open: Sequence[int] = range(NUM_RANGES if self._keys is None else len(self._keys))
         self._parts: dict[PeerId, Sequence[int]] = {}
         self._answers: list[Answer] = []
@@ -159,9 +150,12 @@ class SplitCall:
         return position if self._keys is None else owners.range_of(self._keys[position])
 
     def _part(self, positions: Sequence[int]) -> Call[Any]:
-        if self._keys is not None and len(positions) == len(self._keys):
+        if self._keys is None:
+            request = replace(self._call.request, ranges=bits_of(positions))
+        elif len(positions) == len(self._keys):
             return self._call
-        request = self._split.part(self._call.request, positions)
+        else:
+            request = replace(self._call.request, keys=[self._keys[position] for position in positions])
         return Call(self._call.method, request, self._call.reply_type)
 
     def answered(
@@ -202,7 +196,7 @@ class SplitCall:
         assert not self._open, f"{self!r} is not answered"
         if len(self._answers) == 1 and self._keys is not None:
             return Reply(self._answers[0][1], memoryview(b""))
-        return Reply(self._split.join(self._call.request, self._answers), memoryview(b""))
+        return Reply(JOINS[self._call.method](self._call.request, self._answers), memoryview(b""))
 
     def __repr__(self) -> str:
         return f"SplitCall({len(self._open)} open, {len(self._answers)} answers)"
@@ -224,11 +218,6 @@ def _join_locations(request: LocateRequest, answers: Sequence[Answer]) -> Locate
     return LocateReply(incomplete, (), bytes(found)) if request.count_only else LocateReply(incomplete, located)
 
 
-def _part_of_keys(request: Any, positions: Sequence[int]) -> Any:
-    keys = request.keys
-    return replace(request, keys=[keys[position] for position in positions])
-
-
 def _join_waits(request: WaitRequest, answers: Sequence[Answer]) -> WaitReply:
     found = bytearray(len(request.keys))
     for positions, reply in answers:
@@ -239,10 +228,6 @@ def _join_waits(request: WaitRequest, answers: Sequence[Answer]) -> WaitReply:
 
 def _sum_taken(request: ReplicateRequest, answers: Sequence[Answer]) -> ReplicateReply:
     return ReplicateReply(sum(reply.num_taken for _, reply in answers))
-
-
-def _part_of_ranges(request: Any, positions: Sequence[int]) -> Any:
-    return replace(request, ranges=bits_of(positions))
 
 
 def _merge_pages(request: ListKeysRequest, answers: Sequence[Answer]) -> ListKeysReply:
@@ -279,15 +264,12 @@ def _sum_up_nodes(request: NodesRequest, answers: Sequence[Answer]) -> NodesRepl
     return NodesReply(nodes, rebuilding, sum(reply.num_keys for _, reply in answers))
 
 
-def _keys(request: Any) -> Sequence[str]:
-    keys: Sequence[str] = request.keys
-    return keys
-
-
-SPLITS: dict[int, _Split] = {
-    methods.LOCATE.number: _Split(_keys, _part_of_keys, _join_locations),
-    methods.WAIT.number: _Split(_keys, _part_of_keys, _join_waits),
-    methods.REPLICATE.number: _Split(_keys, _part_of_keys, _sum_taken),
-    methods.LIST_KEYS.number: _Split(None, _part_of_ranges, _merge_pages),
-    methods.NODES.number: _Split(None, _part_of_ranges, _sum_up_nodes),
+#: The methods whose calls are split by ranges, one at each position; the others by their keys.
+BY_RANGE = (methods.LIST_KEYS.number, methods.NODES.number)
+JOINS: dict[int, Callable[[Any, Sequence[Answer]], Any]] = {
+    methods.LOCATE.number: _join_locations,
+    methods.WAIT.number: _join_waits,
+    methods.REPLICATE.number: _sum_taken,
+    methods.LIST_KEYS.number: _merge_pages,
+    methods.NODES.number: _sum_up_nodes,
 }
