@@ -8,7 +8,7 @@ from tanghulu.arguments import above_zero, text, whole
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.directory_client import call_master, call_owners, refresh_owners
+from tanghulu.store.client.logic.directory_client import call_one, call_owners, refresh_owners
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, owner_peer
 from tanghulu.store.client.logic.query import KEYS_PER_CALL, call_node, leaders_nodes, valid_keys
 from tanghulu.store.client.model import MasterView, TenantView
@@ -21,6 +21,8 @@ from tanghulu.store.protocol.key_slots import NUM_RANGES, bits_of
 _MASTER_S = 2.0
 #: Limit of a message; the master and the nodes have bounds of their own.
 MAX_HOLDERS, MAX_BYTES = (1 << 31) - 1, (1 << 62) - 1
+#: The figures of a tenant that are summed over the nodes.
+_SUMMED = ("used_bytes", "num_chunks", "hits", "hit_bytes", "misses", "evictions", "evicted_bytes")
 
 
 def drain(context: Context, deadline: Deadline, node: str, draining: bool) -> Logic[None]:
@@ -58,7 +60,7 @@ def masters(context: Context, deadline: Deadline) -> Logic[list[MasterView]]:
     yield from refresh_owners(context, MASTER)
     owners = context.masters.owners
     if owners is None:
-        reply = yield from call_master(messages.nodes())
+        reply = yield from call_one(MASTER, messages.nodes())
         return [_master_view(reply, "", range(NUM_RANGES), reply.message.signature.term)]
     known = owners.map
     ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}
@@ -98,20 +100,11 @@ def tenants(context: Context, deadline: Deadline) -> Logic[list[TenantView]]:
 
 
 def _sum_up(tenant: str, usages: Sequence[m.TenantFigures], capacity_bytes: int) -> TenantView:
-    used_bytes = sum(usage.used_bytes for usage in usages)
-    return TenantView(
-        tenant,
-        used_bytes,
-        used_bytes / capacity_bytes if capacity_bytes else 0.0,
-        max(usage.quota_bytes for usage in usages),
-        max(usage.cluster_quota_bytes for usage in usages),
-        sum(usage.num_chunks for usage in usages),
-        sum(usage.hits for usage in usages),
-        sum(usage.hit_bytes for usage in usages),
-        sum(usage.misses for usage in usages),
-        sum(usage.evictions for usage in usages),
-        sum(usage.evicted_bytes for usage in usages),
-    )
+    sums = {name: sum(getattr(usage, name) for usage in usages) for name in _SUMMED}
+    quota_bytes = max(usage.quota_bytes for usage in usages)
+    cluster_bytes = max(usage.cluster_quota_bytes for usage in usages)
+    share = sums["used_bytes"] / capacity_bytes if capacity_bytes else 0.0
+    return TenantView(tenant, share=share, quota_bytes=quota_bytes, cluster_quota_bytes=cluster_bytes, **sums)
 
 
 def verify(

@@ -44,9 +44,9 @@ def patience(context: Context, deadline: Deadline) -> Deadline:
     return deadline if context.waits_for_master else deadline.within(0.0)
 
 
-def call_master(call: messages.AnyCall, *, waits: bool = True) -> Logic[messages.AnyReply]:
-    """Make one call to the master; raises its typed error. ``waits``: see CallPeers."""
-    (outcome,) = yield CallPeers([(MASTER, call)], waits=waits)
+def call_one(peer: PeerId, call: messages.AnyCall, *, waits: bool = True) -> Logic[messages.AnyReply]:
+    """Make one call to ``peer``; raises its typed error. ``waits``: see CallPeers."""
+    (outcome,) = yield CallPeers([(peer, call)], waits=waits)
     if isinstance(outcome, TanghuluError):
         raise outcome
     reply: messages.AnyReply = outcome

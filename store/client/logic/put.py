@@ -90,7 +90,7 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
 def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
     """Put every item; ``status()`` of each then reports its outcome."""
     yield from directory_client.refresh_nodes(context, deadline)
-    for batch in _slices(ops):
+    for batch in _slices(ops, SLICE_BYTES):
         yield from _put_in_buffers(context, deadline, batch, options)
         rest = [op for op in batch if not op.done]
         yield from _choose_nodes(context, rest, options)
@@ -156,11 +156,12 @@ def _retry_over_quota(deadline: Deadline, ops: Sequence[PutOp]) -> Logic[None]:
         op.candidates, op.over_quota = op.over_quota, []
 
 
-def _slices(ops: Sequence[PutOp]) -> Iterator[Sequence[PutOp]]:
+def _slices(ops: Sequence[PutOp], max_bytes: int) -> Iterator[Sequence[PutOp]]:
+    """Cut ``ops`` into runs of at most SLICE_ITEMS and ``max_bytes``; a larger item is a run of its own."""
     start = num_bytes = 0
     for position, op in enumerate(ops):
         num_bytes += op.new.size_bytes
-        if position > start and (num_bytes > SLICE_BYTES or position - start >= SLICE_ITEMS):
+        if position > start and (num_bytes > max_bytes or position - start >= SLICE_ITEMS):
             yield ops[start:position]
             start, num_bytes = position, op.new.size_bytes
     if start < len(ops):
@@ -201,7 +202,7 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
     """Raise InvalidRequest for an id that never was a node's; a departed node may be preferred."""
     if context.nodes.has_seen(node):
         return
-    reply = yield from directory_client.call_master(messages.nodes())
+    reply = yield from directory_client.call_one(MASTER, messages.nodes())
     known = directory_client.take_nodes(context, reply)
     if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
@@ -249,7 +250,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
             else:
                 large.setdefault(node, []).append((op, route))
     deadline_ms = deadline.patience_ms(num_others)
-    puts = [(node, part) for node, own in inline.items() for part in _inline_calls(own)]
+    puts = [(node, part) for node, own in inline.items() for part in _slices(own, INLINE_CALL_BYTES)]
     calls = [(node, _put_call(part, options, deadline_ms, deadline.remaining_ms())) for node, part in puts]
     calls += [
         (node, messages.reserve([op.new for op, _ in own], deadline_ms, visible=options.visible))
@@ -282,15 +283,3 @@ def _put_call(ops: Sequence[PutOp], options: PutOptions, room_ms: int, master_ms
         news.append(op.new)
         pieces += op.pieces or (op.value,)
     return methods.PUT.call(PutRequest(news, options.visible, room_ms, master_ms), pieces)
-
-
-def _inline_calls(ops: list[PutOp]) -> Iterator[list[PutOp]]:
-    part: list[PutOp] = []
-    num_bytes = 0
-    for op in ops:
-        if part and num_bytes + op.new.size_bytes > INLINE_CALL_BYTES:
-            yield part
-            part, num_bytes = [], 0
-        part.append(op)
-        num_bytes += op.new.size_bytes
-    yield part

@@ -27,7 +27,7 @@ from tanghulu.errors import (
 from tanghulu.runtime.clock import Backoff
 from tanghulu.store.client.logic import directory_client, messages
 from tanghulu.store.client.logic.context import Context, report_reads
-from tanghulu.store.client.logic.effects import CallPeers, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import ListKeysRequest, WaitRequest
@@ -333,10 +333,8 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
 
 def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
     """Return the description by ``node`` of the chunk; raises ChunkNotFound, or the failure of the call."""
-    (outcome,) = yield CallPeers([(PeerId(node), messages.node_stat(validate_key(key)))])
-    if isinstance(outcome, TanghuluError):
-        raise outcome
-    (info,) = outcome.message.chunks
+    reply = yield from directory_client.call_one(PeerId(node), messages.node_stat(validate_key(key)))
+    (info,) = reply.message.chunks
     if info is None:
         raise ChunkNotFound(f"{key!r} is not on {node}")
     return _located(info, key, (node,))
@@ -360,22 +358,18 @@ def call_node(context: Context, deadline: Deadline, node: str, call: messages.An
         known = yield from leaders_nodes(context, deadline)
         if all(view.id != node for view in known):
             raise InvalidRequest(f"there is no node {node!r}; known nodes: {', '.join(v.id for v in known) or 'none'}")
-    (outcome,) = yield CallPeers([(PeerId(node), call)])
-    if isinstance(outcome, TanghuluError):
-        raise outcome
-    reply: messages.AnyReply = outcome
-    return reply
+    return (yield from directory_client.call_one(PeerId(node), call))
 
 
 def leaders_nodes(context: Context, deadline: Deadline) -> Logic[list[NodeView]]:
     """Return all nodes as listed by the leader: one of several masters counts the chunks of its own keys only."""
-    reply = yield from directory_client.call_master(messages.nodes())
+    reply = yield from directory_client.call_one(MASTER, messages.nodes())
     return directory_client.take_nodes(context, reply)
 
 
 def nodes(context: Context, deadline: Deadline, *, waits: bool = True) -> Logic[list[NodeView]]:
     """Request all nodes anew; chunks and drains are counted over all masters. ``waits``: see CallPeers."""
-    reply = yield from directory_client.call_master(messages.nodes(), waits=waits)
+    reply = yield from directory_client.call_one(MASTER, messages.nodes(), waits=waits)
     views = directory_client.take_nodes(context, reply)
     if not reply.message.of_part:
         return views
