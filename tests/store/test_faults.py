@@ -77,12 +77,14 @@ with tanghulu.connect(sys.argv[1]) as client:
 
 _WRITES = """
 from tanghulu.store.client.logic import messages
+from tanghulu.store.protocol.messages import ReserveRequest
+from tanghulu.store.protocol.methods import RESERVE
 from tanghulu.store.protocol.types import NewChunk
 with tanghulu.connect(sys.argv[1]) as client:
     client.put("warm", b"x" * MIB)
     driver = client._driver
     node = next(peer for peer in driver._idle if peer)
-    call = messages.reserve([NewChunk("torn", 7, 4 * MIB)], 1000, visible=True)
+    call = RESERVE.call(ReserveRequest([NewChunk("torn", 7, 4 * MIB)], 1000))
     (reply,) = driver._exchange(node, [call], 1.0)
     (reservation,) = messages.reservations(reply)
     view = driver._open_segment(node, False).remote.map_writable()

@@ -43,8 +43,9 @@ from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
 from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, PlaceRequest
-from tanghulu.store.protocol.messages import CommitItem, CommitRequest
-from tanghulu.store.protocol.methods import ANNOUNCE, COMMIT, LIST_KEYS, NODES, PLACE
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest, KeysRequest, ReserveRequest
+from tanghulu.store.protocol.methods import ANNOUNCE, CHUNK_STAT, COMMIT, LIST_KEYS, NODES, PLACE, RESERVE
+from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address
 from tests.store.cluster import Process
 from tests.store.guarded_cluster import TOKENS, Secured, write_tokens
@@ -321,8 +322,8 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
     connection = FastConnection(Address.parse(node.address))
     call = messages.hello("me", Credentials("", "secret-initech"), "", False, ())
     connection.call(call.method, call.request, call.reply_type)
-    new = messages.NewChunk("stolen", 1, 4 << 20)  # type: ignore[arg-type]
-    for call in (messages.reserve([new], 1000, visible=True),):
+    new = NewChunk("stolen", 1, 4 << 20)  # type: ignore[arg-type]
+    for call in (RESERVE.call(ReserveRequest([new], 1000)),):
         (reservation,) = messages.reservations(connection.call(call.method, call.request, call.reply_type))
     assert not isinstance(reservation, TanghuluError)
     assert reservation is not None
@@ -337,7 +338,7 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
 def test_a_call_without_hello_is_refused(cluster: Secured) -> None:
     for address in (cluster.address, cluster.nodes[0].address):
         connection = FastConnection(Address.parse(address))
-        call = messages.nodes() if address == cluster.address else messages.node_stat("doc")
+        call = NODES.call(NodesRequest()) if address == cluster.address else CHUNK_STAT.call(KeysRequest(["doc"]))
         with pytest.raises(Unauthorized, match="HELLO"):
             connection.call(call.method, call.request, call.reply_type)
         connection.close()

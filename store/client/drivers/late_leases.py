@@ -21,10 +21,11 @@ from tanghulu.auth.certificate_roles import NODE
 from tanghulu.errors import NodeUnavailable, PeerSilent, TanghuluError
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.store.client.drivers.connections import NodeSessions, Target, target_of
-from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.settings import Settings
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import UnpinRequest
 
 #: Leases dropped within this time are returned together.
 _GATHER_S = 0.02
@@ -74,7 +75,7 @@ class LateLeases:
         except TanghuluError:
             return True  # its process has ended, and with it all leases
         try:
-            for call in (self._sessions.hello(node, target), messages.unpin(lease_ids, 0, ())):
+            for call in (self._sessions.hello(node, target), methods.UNPIN.call(UnpinRequest(lease_ids))):
                 connection.call(call.method, call.request, call.reply_type, deadline_s=_ATTEMPT_S)
         except NodeUnavailable:
             return True

@@ -60,7 +60,7 @@ def masters(context: Context, deadline: Deadline) -> Logic[list[MasterView]]:
     yield from refresh_owners(context, MASTER)
     owners = context.masters.owners
     if owners is None:
-        reply = yield from call_one(MASTER, messages.nodes())
+        reply = yield from call_one(MASTER, methods.NODES.call(NodesRequest()))
         return [_master_view(reply, "", range(NUM_RANGES), reply.message.signature.term)]
     known = owners.map
     ranges = {owner: sorted(known.ranges_of(owner)) for owner in known.owners if owner is not None}

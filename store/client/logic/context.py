@@ -23,7 +23,8 @@ from tanghulu.store.client.logic.placement import LocationCache, NodeTable
 from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
 from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
-from tanghulu.store.protocol.messages import MastersReply, Welcome
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import MastersReply, UnpinRequest, Welcome
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_MESSAGE_BYTES
 
 
@@ -127,14 +128,15 @@ class Context:
     def requeue(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
         """Return the leases of undelivered notices later."""
         for node, call in calls:
-            for lease_id in messages.returned_leases(call):
+            assert isinstance(call.request, UnpinRequest), "a notice returns leases"
+            for lease_id in call.request.lease_ids:
                 self.leases.drop(node, lease_id)
 
     def take_notices(self) -> list[tuple[PeerId, messages.AnyCall]]:
         """Take the calls that return leases to the nodes, and report the reads there."""
         dropped, reads = self.leases.take_dropped(), self.reads.take()
         return [
-            (node, messages.unpin(dropped.get(node, ()), num_bytes, (), keys))
+            (node, methods.UNPIN.call(UnpinRequest(dropped.get(node, ()), num_bytes, (), keys)))
             for node in {**dropped, **reads}
             for keys, num_bytes in (reads.get(node, ((), 0)),)
         ]

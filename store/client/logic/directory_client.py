@@ -19,7 +19,7 @@ from tanghulu.store.client.logic.placement import ListVersion
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest
-from tanghulu.store.protocol.messages import MastersRequest
+from tanghulu.store.protocol.messages import LocateRequest, MastersRequest
 
 #: Seconds for a new master to learn of a first node.
 _NODELESS_TRIES = 12
@@ -154,7 +154,7 @@ def locate(
     holders: list[tuple[tuple[PeerId, ...], int]] = []
     incomplete = False
     for start in range(0, len(keys), KEYS_PER_LOCATE):
-        call = messages.locate(keys[start : start + KEYS_PER_LOCATE], removing=removing)
+        call = methods.LOCATE.call(LocateRequest(keys[start : start + KEYS_PER_LOCATE], False, removing))
         reply = yield from call_owners(context, deadline, call, waits=waits)
         found, not_ready = messages.locations(reply)
         holders += found

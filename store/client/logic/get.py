@@ -42,7 +42,8 @@ from tanghulu.store.client.logic.effects import (
 from tanghulu.store.client.logic.leases import LeasedMemory
 from tanghulu.store.client.logic.ranges import GetOp, ValueCheck, too_small
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.messages import Found, GetReply
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import Found, GetReply, GetRequest, UnpinRequest
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, RELIED_S
 from tanghulu.transfer_engine.core.buffers import Buffer
@@ -123,7 +124,7 @@ def _fetch_one(context: Context, deadline: Deadline, op: GetOp) -> Logic[None]:
     if op.holders:
         node = op.holders[0]
         alone = len(op.holders) == 1 and not guessed
-        call = messages.get((op.key,), context.inline_bytes(node), deadline.remaining_ms())
+        call = methods.GET.call(GetRequest((op.key,), context.inline_bytes(node), deadline_ms=deadline.remaining_ms()))
         (outcome,) = yield CallPeers(((node, call),), None if alone else _patience_s(deadline))
         yield from _take_answers(context, deadline, [(node, (op,), outcome)])
     if op.result is None:
@@ -287,10 +288,10 @@ def _await_rebuild(rebuilt: Rebuilt, ops: list[GetOp]) -> Logic[None]:
 def _round(context: Context, deadline: Deadline, groups: dict[PeerId, list[GetOp]]) -> Logic[None]:
     called = {node: ops[:KEYS_PER_GET] for node, ops in groups.items()}
     remaining_ms = deadline.remaining_ms()
-    calls = [
-        (node, messages.get([op.key for op in ops], context.inline_bytes(node), remaining_ms))
-        for node, ops in called.items()
-    ]
+    calls: list[tuple[PeerId, messages.AnyCall]] = []
+    for node, ops in called.items():
+        request = GetRequest([op.key for op in ops], context.inline_bytes(node), deadline_ms=remaining_ms)
+        calls.append((node, methods.GET.call(request)))
     others = len(called) > 1 or any(len(op.holders) > 1 for ops in called.values() for op in ops)
     outcomes = yield CallPeers(calls, _patience_s(deadline) if others else None)
     answers = [(node, ops, outcome) for (node, ops), outcome in zip(called.items(), outcomes, strict=True)]
@@ -500,7 +501,7 @@ def _finish(
         by_mapping = isinstance(link, NodeLink) and link.view is not None
         num_bytes = sum(each.end - each.begin for each in own if each.error is None) if by_mapping else 0
         if leases or corrupt:
-            calls.append((node, messages.unpin(leases, num_bytes, corrupt)))
+            calls.append((node, methods.UNPIN.call(UnpinRequest(leases, num_bytes, corrupt))))
             for lease_id in leases:
                 context.leases.released(node, lease_id)
             for each in own:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from msgspec.structs import replace
 
@@ -131,8 +131,8 @@ class SplitCall:
     """
 
     def __init__(self, call: Call[Any]) -> None:
-        self._call = call
-        self._keys: Sequence[str] | None = None if call.method in BY_RANGE else call.request.keys
+        self._call, self._request = call, cast(Any, call.request)
+        self._keys: Sequence[str] | None = None if call.method in BY_RANGE else self._request.keys
         self._open: Sequence[int] = range(NUM_RANGES if self._keys is None else len(self._keys))
         self._parts: dict[PeerId, Sequence[int]] = {}
         self._answers: list[Answer] = []
@@ -151,11 +151,11 @@ class SplitCall:
 
     def _part(self, positions: Sequence[int]) -> Call[Any]:
         if self._keys is None:
-            request = replace(self._call.request, ranges=bits_of(positions))
+            request = replace(self._request, ranges=bits_of(positions))
         elif len(positions) == len(self._keys):
             return self._call
         else:
-            request = replace(self._call.request, keys=[self._keys[position] for position in positions])
+            request = replace(self._request, keys=[self._keys[position] for position in positions])
         return Call(self._call.method, request, self._call.reply_type)
 
     def answered(
@@ -196,7 +196,7 @@ class SplitCall:
         assert not self._open, f"{self!r} is not answered"
         if len(self._answers) == 1 and self._keys is not None:
             return Reply(self._answers[0][1], memoryview(b""))
-        return Reply(JOINS[self._call.method](self._call.request, self._answers), memoryview(b""))
+        return Reply(JOINS[self._call.method](self._request, self._answers), memoryview(b""))
 
     def __repr__(self) -> str:
         return f"SplitCall({len(self._open)} open, {len(self._answers)} answers)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeAlias, cast
 
 from tanghulu.auth.credentials import Credentials
@@ -13,9 +13,7 @@ from tanghulu.rpc.wire import Failure
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.directory_messages import NodesRequest
 from tanghulu.store.protocol.messages import Found, Reservation, Welcome
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
@@ -23,9 +21,6 @@ _PeerIds: TypeAlias = tuple[PeerId, ...]
 #: Answers that grant leases.
 GrantingReply: TypeAlias = m.GetReply | m.ReserveReply
 GRANTING: tuple[type[GrantingReply], ...] = (m.GetReply, m.ReserveReply)
-
-
-# --- nodes
 
 
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
@@ -42,51 +37,16 @@ def welcome(reply: AnyReply) -> Welcome:
     return message
 
 
-def reserve(items: Iterable[NewChunk], deadline_ms: int, *, visible: bool) -> AnyCall:
-    """Request ranges for large values."""
-    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms, visible))
-
-
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
     """Return the range reserved for each value; None: its key exists."""
     message: m.ReserveReply = reply.message
     return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
 
-def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
-    """Request values, small ones inside the answer; ``deadline_ms``: wait for those on an SSD, 0 for some seconds."""
-    return methods.GET.call(m.GetRequest(keys, max_inline_bytes, False, deadline_ms))
-
-
 def leases_in(reply: GrantingReply) -> list[int]:
-    """Return the leases granted by the answer to ``get`` or ``reserve``."""
+    """Return the leases granted by the answer to GET or RESERVE."""
     granted = reply.items if isinstance(reply, m.GetReply) else reply.reservations
     return [each.lease_id for each in granted if isinstance(each, Found | Reservation) and each.lease_id]
-
-
-def unpin(
-    lease_ids: Sequence[int], bytes_read: int = 0, corrupt: Sequence[str] = (), read: Sequence[str] = ()
-) -> AnyCall:
-    """Return unneeded leases; report keys whose bytes did not match, and keys read by the shared index."""
-    return methods.UNPIN.call(m.UnpinRequest(lease_ids, bytes_read, corrupt, read))
-
-
-def returned_leases(call: AnyCall) -> Sequence[int]:
-    """Return the leases given back by ``call``, if it is an ``unpin``."""
-    return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
-
-
-def node_stat(key: str) -> AnyCall:
-    """Request the node's description of a chunk."""
-    return methods.CHUNK_STAT.call(m.KeysRequest([key]))
-
-
-# --- master
-
-
-def locate(keys: Sequence[str], *, count_only: bool = False, removing: bool = False) -> AnyCall:
-    """Request the holders of these keys."""
-    return methods.LOCATE.call(m.LocateRequest(keys, count_only, removing))
 
 
 def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
@@ -94,8 +54,3 @@ def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
     message: m.LocateReply = reply.message
     located = [((), 0) if each is None else (each.node_ids, each.num_warm) for each in message.locations]
     return cast("list[tuple[_PeerIds, int]]", located), message.incomplete
-
-
-def nodes() -> AnyCall:
-    """Request all nodes, with their present figures."""
-    return methods.NODES.call(NodesRequest())

@@ -34,8 +34,8 @@ from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Log
 from tanghulu.store.client.logic.plan import Carrier, Route, plan
 from tanghulu.store.client.model import NodeView, PutOptions
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.directory_messages import PlaceRequest
-from tanghulu.store.protocol.messages import PutRequest
+from tanghulu.store.protocol.directory_messages import NodesRequest, PlaceRequest
+from tanghulu.store.protocol.messages import PutRequest, ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import format_size
 
@@ -202,7 +202,7 @@ def _require_known(context: Context, node: PeerId) -> Logic[None]:
     """Raise InvalidRequest for an id that never was a node's; a departed node may be preferred."""
     if context.nodes.has_seen(node):
         return
-    reply = yield from directory_client.call_one(MASTER, messages.nodes())
+    reply = yield from directory_client.call_one(MASTER, methods.NODES.call(NodesRequest()))
     known = directory_client.take_nodes(context, reply)
     if not reply.message.rebuilding and not context.nodes.has_seen(node):
         names = ", ".join(view.id for view in known) or "none"
@@ -253,7 +253,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
     puts = [(node, part) for node, own in inline.items() for part in _slices(own, INLINE_CALL_BYTES)]
     calls = [(node, _put_call(part, options, deadline_ms, deadline.remaining_ms())) for node, part in puts]
     calls += [
-        (node, messages.reserve([op.new for op, _ in own], deadline_ms, visible=options.visible))
+        (node, methods.RESERVE.call(ReserveRequest([op.new for op, _ in own], deadline_ms, options.visible)))
         for node, own in large.items()
     ]
     ahead = None

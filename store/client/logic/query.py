@@ -30,8 +30,8 @@ from tanghulu.store.client.logic.context import Context, report_reads
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import KeyInfo, NodeView
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.directory_messages import ListKeysRequest, WaitRequest
-from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy, RemoveRequest
+from tanghulu.store.protocol.directory_messages import ListKeysRequest, NodesRequest, WaitRequest
+from tanghulu.store.protocol.messages import ChunkInfo, EvictionPolicy, KeysRequest, LocateRequest, RemoveRequest
 from tanghulu.store.protocol.types import validate_key
 from tanghulu.types import MAX_KEY_BYTES
 
@@ -99,7 +99,9 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
     backoff, patience = directory_client.rebuilding_backoff(context), directory_client.patience(context, deadline)
     while True:
-        reply = yield from directory_client.call_owners(context, deadline, messages.locate(keys, count_only=True))
+        reply = yield from directory_client.call_owners(
+            context, deadline, methods.LOCATE.call(LocateRequest(keys, True))
+        )
         found: list[bool] = reply.message.existence
         incomplete: bool = reply.message.incomplete
         if not incomplete or all(found):
@@ -298,7 +300,7 @@ def _await_directory(context: Context, deadline: Deadline) -> Logic[None]:
     """Wait until the masters know all keys."""
     backoff, patience = directory_client.rebuilding_backoff(context), directory_client.patience(context, deadline)
     while True:
-        reply = yield from directory_client.call_owners(context, deadline, messages.nodes())
+        reply = yield from directory_client.call_owners(context, deadline, methods.NODES.call(NodesRequest()))
         if not reply.message.rebuilding:
             return
         pause_s = backoff.pause_s()
@@ -317,7 +319,7 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
     holders = nodes or (tuple(context.nodes.ids()) if incomplete else ())
     for node in holders:
         patience_s = deadline.remaining_s() / 2 if len(holders) > 1 else None
-        (outcome,) = yield CallPeers([(node, messages.node_stat(key))], patience_s)
+        (outcome,) = yield CallPeers([(node, methods.CHUNK_STAT.call(KeysRequest([key])))], patience_s)
         if isinstance(outcome, TanghuluError):
             failure = outcome
             continue
@@ -333,7 +335,9 @@ def stat(context: Context, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
 
 def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
     """Return the description by ``node`` of the chunk; raises ChunkNotFound, or the failure of the call."""
-    reply = yield from directory_client.call_one(PeerId(node), messages.node_stat(validate_key(key)))
+    reply = yield from directory_client.call_one(
+        PeerId(node), methods.CHUNK_STAT.call(KeysRequest([validate_key(key)]))
+    )
     (info,) = reply.message.chunks
     if info is None:
         raise ChunkNotFound(f"{key!r} is not on {node}")
@@ -363,16 +367,17 @@ def call_node(context: Context, deadline: Deadline, node: str, call: messages.An
 
 def leaders_nodes(context: Context, deadline: Deadline) -> Logic[list[NodeView]]:
     """Return all nodes as listed by the leader: one of several masters counts the chunks of its own keys only."""
-    reply = yield from directory_client.call_one(MASTER, messages.nodes())
+    reply = yield from directory_client.call_one(MASTER, methods.NODES.call(NodesRequest()))
     return directory_client.take_nodes(context, reply)
 
 
 def nodes(context: Context, deadline: Deadline, *, waits: bool = True) -> Logic[list[NodeView]]:
     """Request all nodes anew; chunks and drains are counted over all masters. ``waits``: see CallPeers."""
-    reply = yield from directory_client.call_one(MASTER, messages.nodes(), waits=waits)
+    call = methods.NODES.call(NodesRequest())
+    reply = yield from directory_client.call_one(MASTER, call, waits=waits)
     views = directory_client.take_nodes(context, reply)
     if not reply.message.of_part:
         return views
-    reply = yield from directory_client.call_each_owner(context, deadline, messages.nodes(), waits=waits)
+    reply = yield from directory_client.call_each_owner(context, deadline, call, waits=waits)
     counted: list[NodeView] = reply.message.nodes
     return counted

@@ -10,7 +10,6 @@ from msgspec import structs
 from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
@@ -27,7 +26,14 @@ from tanghulu.store.protocol.directory_messages import (
     WaitRequest,
 )
 from tanghulu.store.protocol.key_slots import NUM_RANGES, range_of
-from tanghulu.store.protocol.messages import LocateReply, Location, MastersReply, MastersRequest, ProveReply
+from tanghulu.store.protocol.messages import (
+    LocateReply,
+    LocateRequest,
+    Location,
+    MastersReply,
+    MastersRequest,
+    ProveReply,
+)
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Renewals, Signature, Term
 from tanghulu.types import Address
@@ -59,7 +65,7 @@ def located(call: Call[Any], **how: Any) -> Reply[Any]:
 
 def test_keys_go_to_their_owners_in_their_order_and_come_back_by_position() -> None:
     for count_only in (False, True):
-        split = SplitCall(messages.locate(KEYS, count_only=count_only))
+        split = SplitCall(methods.LOCATE.call(LocateRequest(KEYS, count_only)))
         calls = split.calls(HALVES)
         assert {peer: call.request.keys for peer, call in calls} == {
             PEER_A: [KEYS[n] for n in OF_A],
@@ -74,7 +80,7 @@ def test_keys_go_to_their_owners_in_their_order_and_come_back_by_position() -> N
 
 
 def test_keys_of_one_owner_are_one_call_and_its_answer_is_the_answer() -> None:
-    split = SplitCall(call := messages.locate([KEYS[n] for n in OF_A]))
+    split = SplitCall(call := methods.LOCATE.call(LocateRequest([KEYS[n] for n in OF_A], False)))
     assert split.calls(HALVES) == [(PEER_A, call)]
     reply = located(call)
     assert split.answered([reply], HALVES) is None
@@ -82,7 +88,7 @@ def test_keys_of_one_owner_are_one_call_and_its_answer_is_the_answer() -> None:
 
 
 def test_an_only_master_is_asked_for_everything() -> None:
-    split = SplitCall(call := messages.locate(KEYS))
+    split = SplitCall(call := methods.LOCATE.call(LocateRequest(KEYS, False)))
     assert split.calls(None) == [(MASTER, call)]
     assert split.answered([located(call, version=0, cluster=0)], None) is None
     assert list(split.reply().message.locations) == [location(key) for key in KEYS]
@@ -90,14 +96,14 @@ def test_an_only_master_is_asked_for_everything() -> None:
 
 def test_a_tenants_keys_are_counted_as_the_masters_name_them() -> None:
     scoped = KeyOwners(HALVES.map, "blue/")
-    (peer, _), *_ = SplitCall(messages.locate(["k"])).calls(scoped)
+    (peer, _), *_ = SplitCall(methods.LOCATE.call(LocateRequest(["k"], False))).calls(scoped)
     assert peer == (PEER_A if range_of("blue/k") < 32 else PEER_B)
-    by_peer = dict(SplitCall(messages.locate(KEYS)).calls(scoped))
+    by_peer = dict(SplitCall(methods.LOCATE.call(LocateRequest(KEYS, False))).calls(scoped))
     assert by_peer[PEER_A].request.keys == [key for key in KEYS if range_of("blue/" + key) < 32]
 
 
 def test_one_incomplete_part_makes_the_whole_incomplete() -> None:
-    split = SplitCall(messages.locate(KEYS))
+    split = SplitCall(methods.LOCATE.call(LocateRequest(KEYS, False)))
     (_, of_a), (_, of_b) = split.calls(HALVES)
     unsure = answer(LocateReply(True, [None] * len(of_b.request.keys)))
     assert split.answered([located(of_a), unsure], HALVES) is None
@@ -108,7 +114,7 @@ def test_one_incomplete_part_makes_the_whole_incomplete() -> None:
 
 
 def test_only_what_was_not_answered_is_asked_again_by_the_next_map() -> None:
-    split = SplitCall(messages.locate(KEYS))
+    split = SplitCall(methods.LOCATE.call(LocateRequest(KEYS, False)))
     (_, of_a), (_, of_b) = split.calls(HALVES)
     assert isinstance(split.answered([located(of_a), KeysMoved.known_in(50)], HALVES), KeysMoved)
     assert split.informant == PEER_B, "who knows a later map than the caller"
@@ -131,7 +137,7 @@ def test_only_what_was_not_answered_is_asked_again_by_the_next_map() -> None:
 def test_an_answer_that_the_map_does_not_bear_out_is_none(
     version: int, cluster: int, owners: KeyOwners | None, why: str
 ) -> None:
-    split = SplitCall(messages.locate([KEYS[n] for n in OF_B]))
+    split = SplitCall(methods.LOCATE.call(LocateRequest([KEYS[n] for n in OF_B], False)))
     ((_, call),) = split.calls(HALVES)
     failure = split.answered([located(call, version=version, cluster=cluster)], owners)
     assert isinstance(failure, MasterUnavailable), why
@@ -139,7 +145,7 @@ def test_an_answer_that_the_map_does_not_bear_out_is_none(
 
 def test_what_nobody_owns_waits_and_is_a_typed_error() -> None:
     half = KeyOwners(RangeMap(43, 7, (A,) * 32 + (None,) * 32, HALVES.map.terms))
-    split = SplitCall(messages.locate(KEYS))
+    split = SplitCall(methods.LOCATE.call(LocateRequest(KEYS, False)))
     ((peer, call),) = split.calls(half)
     assert peer == PEER_A
     assert isinstance(split.answered([located(call, version=43)], half), MasterUnavailable)
@@ -148,7 +154,7 @@ def test_what_nobody_owns_waits_and_is_a_typed_error() -> None:
 
 
 def test_other_errors_are_the_callers() -> None:
-    split = SplitCall(messages.locate(KEYS))
+    split = SplitCall(methods.LOCATE.call(LocateRequest(KEYS, False)))
     split.calls(HALVES)
     with pytest.raises(InvalidRequest):
         split.answered([KeysMoved.known_in(50), InvalidRequest("no")], HALVES)

@@ -9,6 +9,8 @@ import pytest
 import tanghulu
 from tanghulu.store.client.logic import directory_client, messages
 from tanghulu.store.client.logic.effects import MASTER, PeerId
+from tanghulu.store.protocol.messages import LocateRequest
+from tanghulu.store.protocol.methods import LOCATE
 from tests.store.cluster import Cluster, eventually
 
 MIB = 1 << 20
@@ -42,7 +44,7 @@ def test_a_replica_in_memory_serves_what_another_node_has_on_its_ssd(tmp_path: P
             assert client.evict(tiered.name, keys).num_chunks == 6
 
             def told() -> bool:
-                (answer,) = client._driver._call([(MASTER, messages.locate(keys))], 5.0)
+                (answer,) = client._driver._call([(MASTER, LOCATE.call(LocateRequest(keys, False)))], 5.0)
                 return [num_warm for _, num_warm in messages.locations(answer)[0]] == [1] * len(keys)
 
             eventually(told)

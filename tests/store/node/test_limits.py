@@ -11,7 +11,7 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Tanghul
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import PutRequest
+from tanghulu.store.protocol.messages import KeysRequest, PutRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import MAX_KEY_BYTES, Address, ChunkKey
 from tests.store.cluster import Cluster
@@ -30,7 +30,7 @@ def test_values_and_keys_and_connections_are_bounded() -> None:
         for key in ("", "k" * (MAX_KEY_BYTES + 1)):
             with pytest.raises(InvalidRequest, match=f"1 to {MAX_KEY_BYTES} bytes"):
                 store.put(key, b"1")
-        call = messages.node_stat("fits")
+        call = methods.CHUNK_STAT.call(KeysRequest(["fits"]))
         address = Address.parse(cluster.nodes[0].address)
         opened: list[FastConnection] = []
         with pytest.raises((Overloaded, NodeUnavailable), match="has reached its limit"):
