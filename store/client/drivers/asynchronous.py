@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
-from tanghulu.auth.certificate_roles import NODE
-from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -20,18 +17,14 @@ from tanghulu.errors import (
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import greet
-from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.fork import notify_in_children
 from tanghulu.store.client.drivers.connections import (
-    NodeSessions,
     OtherNode,
     Target,
     late_replies,
-    make_context,
-    refuse_closed,
     silent,
     warn_unclosed,
 )
+from tanghulu.store.client.drivers.driver import Driver, Outcome, P, T
 from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context, no_flush
@@ -49,46 +42,28 @@ from tanghulu.store.client.logic.effects import (
     Transfer,
     is_master,
 )
-from tanghulu.store.client.logic.master_calls import MasterCalls
-from tanghulu.store.client.logic.messages import AnyCall, AnyReply
+from tanghulu.store.client.logic.messages import AnyCall
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import KeysRequest, Welcome
-from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
-
-P = ParamSpec("P")
-T = TypeVar("T")
-Outcome = AnyReply | TanghuluError
+from tanghulu.transfer_engine.engine import TransferBatch, TransferEngine, TransferRequest
 
 
-class AsyncioDriver:
+class AsyncioDriver(Driver):
     """Performs effects on the loop it was created on."""
 
+    connect = "tanghulu.aio.connect"
+
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        clock = SystemClock()
-        self.context = make_context(settings, clock)
+        super().__init__(settings)
         self.context.flush = self.flush
         self._loop = asyncio.get_running_loop()
-        self._engine = TransferEngine(
-            transports=settings.engine_transports,
-            host_id=settings.host_id,
-            clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE)),
-        )
-        finder = MasterFinder(settings.master)
-        self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
-        self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
         self._num_notices = 0  # unanswered notices
         self._notices_answered = asyncio.Event()
         self._notices_answered.set()
-        self._closed = False
-        self._pid = os.getpid()
-        notify_in_children(self)
 
     async def perform(
         self,
@@ -104,7 +79,7 @@ class AsyncioDriver:
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; return its result or raise its error."""
         if self._closed:
-            refuse_closed(self._pid, "tanghulu.aio.connect")
+            self._refuse_closed()
         self._require_loop()
         if self.context.leases.dropped or self.context.reads.due:
             await self._give_back()
@@ -142,12 +117,6 @@ class AsyncioDriver:
         """Return unneeded leases soon."""
         if not self._closed and (self._flushing is None or self._flushing.done()):
             self._flushing = self._loop.create_task(self._give_back())
-
-    def register(self, buffer: Any) -> Buffer:
-        """See TransferEngine.register."""
-        if self._closed:
-            refuse_closed(self._pid, "tanghulu.aio.connect")
-        return self._engine.register(buffer)
 
     async def close(self) -> None:
         """Return all unneeded leases, close all connections and segments; do nothing in a forked child."""
@@ -192,10 +161,6 @@ class AsyncioDriver:
         if asyncio.get_running_loop() is not self._loop:
             raise InvalidRequest("this client belongs to another event loop; call tanghulu.aio.connect() in this one")
 
-    def forget_in_child(self) -> None:
-        """Refuse all calls: connections, leases and mapped memory are the parent's."""
-        self._closed = True
-
     # --- effects
 
     async def _perform(self, effect: Effect, deadline: Deadline) -> Any:
@@ -235,7 +200,7 @@ class AsyncioDriver:
 
     async def _sleep(self, seconds: float) -> None:
         if self._closed:  # by another task: retries of this call would fail for ever
-            refuse_closed(self._pid, "tanghulu.aio.connect")
+            self._refuse_closed()
         await asyncio.sleep(seconds)
 
     async def _call(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
@@ -420,9 +385,6 @@ class AsyncioDriver:
         """Return unneeded leases, and those dropped meanwhile: no later call might do so."""
         while calls := self.context.take_notices():
             await self._notify(calls, self.settings.deadline_s)
-
-    def __repr__(self) -> str:
-        return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
 
 
 async def _move(

@@ -6,7 +6,6 @@ for each other. Calls to one peer are pipelined; several peers are called in par
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -14,10 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate
 
-from tanghulu.auth.certificate_roles import NODE
-from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import (
     InvalidRequest,
     NodeUnavailable,
@@ -25,17 +22,13 @@ from tanghulu.errors import (
 )
 from tanghulu.rpc.fast_client import FastConnection, SentCall
 from tanghulu.rpc.greeting import greet_blocking
-from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.fork import notify_in_children
 from tanghulu.store.client.drivers.connections import (
-    NodeSessions,
     OtherNode,
     Target,
     late_replies,
-    make_context,
-    refuse_closed,
     warn_unclosed,
 )
+from tanghulu.store.client.drivers.driver import Driver, Outcome, P, T
 from tanghulu.store.client.drivers.late_leases import LateLeases
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context, no_flush
@@ -53,16 +46,10 @@ from tanghulu.store.client.logic.effects import (
     Transfer,
     is_master,
 )
-from tanghulu.store.client.logic.master_calls import MasterCalls
-from tanghulu.store.client.logic.messages import AnyCall, AnyReply
+from tanghulu.store.client.logic.messages import AnyCall
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.protocol.messages import Welcome
-from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
-
-P = ParamSpec("P")
-T = TypeVar("T")
-Outcome = AnyReply | TanghuluError
+from tanghulu.transfer_engine.engine import TransferBatch, TransferEngine, TransferRequest
 
 #: Connections kept open to one peer; further threads open and close their own.
 MAX_IDLE = 16
@@ -82,30 +69,18 @@ class _Begun:
     pending: SentCall[Any] | TanghuluError
 
 
-class BlockingDriver:
+class BlockingDriver(Driver):
     """Performs effects. Every method may be called from any thread."""
 
+    connect = "tanghulu.connect"
+
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        clock = SystemClock()
-        self.context = make_context(settings, clock)
+        super().__init__(settings)
         self.context.flush = self.flush
-        self._engine = TransferEngine(
-            transports=settings.engine_transports,
-            host_id=settings.host_id,
-            clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls.to(NODE)),
-        )
-        finder = MasterFinder(settings.master)
-        self._masters = MasterCalls(self.context, finder, settings.master_answer_s, waits=settings.waits_for_master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._late: deque[tuple[PeerId, FastConnection]] = deque()  # from which late replies are expected
-        self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        self._closed = False
-        self._pid = os.getpid()
-        notify_in_children(self)
 
     def perform(
         self,
@@ -121,7 +96,7 @@ class BlockingDriver:
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; return its result or raise its error."""
         if self._closed:
-            refuse_closed(self._pid, "tanghulu.connect")
+            self._refuse_closed()
         if self._late:
             self._take_late()
         if self.context.leases.dropped or self.context.reads.due:
@@ -171,12 +146,6 @@ class BlockingDriver:
                 due.append((peer, call))
         return due
 
-    def register(self, buffer: Any) -> Buffer:
-        """See TransferEngine.register."""
-        if self._closed:
-            refuse_closed(self._pid, "tanghulu.connect")
-        return self._engine.register(buffer)
-
     def close(self) -> None:
         """Close all connections and segments. Does nothing in a forked child, which has none."""
         if self._closed:
@@ -214,10 +183,6 @@ class BlockingDriver:
         LateLeases(self.settings, self.context, self._sessions).watch()
         self._engine.close()
         warn_unclosed(client)
-
-    def forget_in_child(self) -> None:
-        """Refuse all calls: connections, leases and mapped memory are the parent's."""
-        self._closed = True
 
     # --- effects
 
@@ -501,9 +466,6 @@ class BlockingDriver:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="tanghulu-client")
             return self._threads
-
-    def __repr__(self) -> str:
-        return f"BlockingDriver({self.settings.master}{', closed' if self._closed else ''})"
 
 
 def _left_s(until_s: float) -> float:

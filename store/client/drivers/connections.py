@@ -11,14 +11,11 @@ from tanghulu.auth.certificate_roles import NODE
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.errors import (
     DeadlineExceeded,
-    InvalidRequest,
     NodeUnavailable,
     PeerSilent,
     TanghuluError,
 )
 from tanghulu.rpc.fast_client import LateReplies
-from tanghulu.runtime.clock import Clock
-from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import NodeLink, PeerId, is_master, is_owner, owner_address
@@ -185,24 +182,3 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable, now_s: float) 
 def silent(peer: PeerId) -> NodeUnavailable:
     """Return the error for a node that is not called for a while."""
     return NodeUnavailable(f"node {peer} did not answer a moment ago; try again in a few seconds")
-
-
-def refuse_closed(opened_by: int, connect: str) -> None:
-    """Raise the error of an unusable client: closed, or opened by another process, ``opened_by``."""
-    refuse_inherited("this client", opened_by, f"call {connect}() in the child")
-    raise InvalidRequest("the client is closed")
-
-
-def make_context(settings: Settings, clock: Clock) -> Context:
-    """Return the shared state of a client with these settings."""
-    nodes = NodeTable(settings.host_id)
-    return Context(
-        settings.host_id,
-        settings.place,
-        clock,
-        nodes,
-        settings.uses_unix,
-        settings.wait_s,
-        settings.streams,
-        settings.waits_for_master,
-    )
