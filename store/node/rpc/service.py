@@ -443,18 +443,10 @@ class NodeService:
             if pinned is None:
                 values.append(bytes(self._puts.bytes_of(chunk)))
                 left_bytes -= chunk.size_bytes
-                items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
+                lease_id, offset, copies_only = 0, 0, False
             else:
-                items.append(
-                    Found(
-                        chunk.size_bytes,
-                        chunk.version,
-                        chunk.checksums,
-                        pinned.lease_id,
-                        chunk.offset,
-                        pinned.copies_only,
-                    )
-                )
+                lease_id, offset, copies_only = pinned.lease_id, chunk.offset, pinned.copies_only
+            items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, lease_id, offset, copies_only))
         self._chunks.touch(touched)
         self._traffic.bytes_read["inline"] += budget - left_bytes
         return items, values
