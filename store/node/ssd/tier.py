@@ -27,12 +27,11 @@ from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.file import Arena, IoBuffer, TierFile
-from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierCounters, TierState, Wipe, Write
+from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState, Wipe, Write
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
 from tanghulu.store.node.state.ssd_record import SsdRecord, decode_head, encode_head
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
 
@@ -81,7 +80,9 @@ class SsdTier:
     """See the module. ``view`` is the node's memory; ``on_lost`` gets every chunk that is no longer available here."""
 
     def __init__(self, file: TierFile, state: TierState, view: memoryview, on_lost: Callable[[SsdChunk], None]) -> None:
-        self.state = state
+        self.state, self.counters = state, state.counters
+        self.find, self.entries, self.touch, self.promoted = state.find, state.entries, state.touch, state.promoted
+        self.switch_policy = state.switch_policy
         self.file = file
         self._view = view
         self._on_lost = on_lost
@@ -129,27 +130,6 @@ class SsdTier:
         """Bytes of the file that are not free."""
         return self.state.used_bytes
 
-    def find(self, key: ChunkKey) -> SsdChunk | None:
-        """Return the entry of ``key``."""
-        return self.state.find(key)
-
-    def entries(self) -> list[SsdChunk]:
-        """Return the readable entries."""
-        return self.state.entries()
-
-    def touch(self, entry: SsdChunk) -> None:
-        """Record another put of the key."""
-        self.state.touch(entry)
-
-    @property
-    def counters(self) -> TierCounters:
-        """Counts since the start."""
-        return self.state.counters
-
-    def promoted(self, entry: SsdChunk) -> None:
-        """Record that the chunk was promoted."""
-        self.state.promoted(entry)
-
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """Keep ``chunk``, which is leaving memory, where its bytes still are. None if it is dropped."""
         now_s = unix_time_s()
@@ -168,10 +148,6 @@ class SsdTier:
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, self._down.largest_free_bytes)
         self._perform(instructions, chunk)
         return entry
-
-    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
-        """Let another policy order the tier's own evictions."""
-        self.state.switch_policy(make_policy)
 
     def drop(self, entry: SsdChunk) -> None:
         """Drop ``entry``; once ``settled`` has returned, it will not come back."""
