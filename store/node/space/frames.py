@@ -54,36 +54,20 @@ class Frames:
 
     def freed(self, offset: int, length: int) -> None:
         """Record that the range is free."""
-        first = offset >> self._shift
-        if offset + length - 1 >> self._shift == first:  # almost always
-            self._free[first] += length
-        else:
-            self._add(self._free, offset, length, 1)
+        self._add(self._free, offset, length, 1)
 
     def taken(self, offset: int, length: int) -> None:
         """Record that the range is no longer free."""
-        first = offset >> self._shift
-        if offset + length - 1 >> self._shift == first:
-            self._free[first] -= length
-        else:
-            self._add(self._free, offset, length, -1)
+        self._add(self._free, offset, length, -1)
 
     def loosened(self, offset: int, length: int) -> None:
         """Record that the range's resident can be moved or dropped."""
-        first = offset >> self._shift
-        if offset + length - 1 >> self._shift == first:
-            self._loose[first] += length
-        else:
-            self._add(self._loose, offset, length, 1)
+        if self._add(self._loose, offset, length, 1):
             self._straddle(offset, length, 1)
 
     def fixed(self, offset: int, length: int) -> None:
         """Record that the range's resident cannot be moved, or has left."""
-        first = offset >> self._shift
-        if offset + length - 1 >> self._shift == first:
-            self._loose[first] -= length
-        else:
-            self._add(self._loose, offset, length, -1)
+        if self._add(self._loose, offset, length, -1):
             self._straddle(offset, length, 0)
 
     def begins(self, position: int) -> int:
@@ -104,9 +88,13 @@ class Frames:
         end = min((first + num) * self.frame_bytes, self._capacity_bytes)
         return Window(first * self.frame_bytes, end, self._before[first] + self._behind[first + num])
 
-    def _add(self, sums: array[int], offset: int, length: int, sign: int) -> None:
+    def _add(self, sums: array[int], offset: int, length: int, sign: int) -> bool:
+        """Add a range's bytes to ``sums``, or subtract them; return whether it is in several frames."""
+        first, last = offset >> self._shift, offset + length - 1 >> self._shift
+        if first == last:  # almost always
+            sums[first] += sign * length
+            return False
         size = self.frame_bytes
-        first, last = offset // size, (offset + length - 1) // size
         sums[first] += sign * ((first + 1) * size - offset)
         sums[last] += sign * (offset + length - last * size)
         if last - first > _LONG:
@@ -114,6 +102,7 @@ class Frames:
         else:
             for index in range(first + 1, last):
                 sums[index] += sign * size
+        return True
 
     def _straddle(self, offset: int, length: int, present: int) -> None:
         size, end = self.frame_bytes, offset + length
