@@ -54,42 +54,34 @@ class Resident(Protocol):
     @property
     def key(self) -> ChunkKey:
         """Its key."""
-        ...
 
     @property
     def offset(self) -> int:
         """The beginning of its range."""
-        ...
 
     @property
     def range_bytes(self) -> int:
         """The length of its range in bytes, before rounding."""
-        ...
 
     @property
     def pin(self) -> Pin:
         """The resident's protection from eviction."""
-        ...
 
     @property
     def is_live(self) -> bool:
         """Whether it is in the order of evictions."""
-        ...
 
     @property
     def evictable(self) -> bool:
         """Whether it may be dropped now."""
-        ...
 
     @property
     def is_loose(self) -> bool:
         """Whether its range may be vacated now: by a move where residents are moved, else by dropping it."""
-        ...
 
 
 R = TypeVar("R", bound=Resident)
 R_co = TypeVar("R_co", bound=Resident, covariant=True)
-R_contra = TypeVar("R_contra", bound=Resident, contravariant=True)
 
 
 class Residents(Protocol[R_co]):
@@ -97,37 +89,29 @@ class Residents(Protocol[R_co]):
 
     def find(self, key: ChunkKey) -> R_co | None:
         """Return the resident of ``key``, even if expired, while it has its range."""
-        ...
 
     def __iter__(self) -> Iterator[R_co]: ...
 
 
-class ResidentMover(Protocol[R_contra]):
-    """Moves residents to other ranges."""
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy bytes from one offset to another."""
-        ...
-
-    def place(self, resident: R_contra, offset: int) -> None:
-        """Record that the resident is at ``offset`` from now on; its bytes are there already."""
-        ...
-
-
 class Space(Generic[R]):
-    """Allocates ranges, evicting live residents of ``table``. Without a ``mover`` nothing is moved."""
+    """Allocates ranges, evicting live residents of ``table``.
+
+    ``place`` is called with a resident and its new offset once its bytes are there; without it nothing is moved.
+    ``memory``: the residents' bytes; if it is empty, there are none.
+    """
 
     def __init__(
         self,
         allocator: OffsetAllocator,
         table: Residents[R],
         make_policy: Callable[[], Policy],
-        mover: ResidentMover[R] | None = None,
+        place: Callable[[R, int], None] | None = None,
+        memory: memoryview = memoryview(b""),  # noqa: B008 - it is immutable
     ) -> None:
         self.allocator = allocator
         self.num_moved = self.moved_bytes = 0
         self._table = table
-        self._mover = mover
+        self._place, self._memory = place, memory
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
         self._noted: list[R] = []  # new or read in the current call; passed to the policies at its end
         #: By offset, the residents of each frame separately: a dict of all would be copied in one step as it grows.
@@ -241,12 +225,12 @@ class Space(Generic[R]):
         if offset is not None:
             return offset
         self._tell_frames()
-        if self._mover is None:
+        if self._place is None:
             return self._clear_window(size_bytes, drop, max_dropped)
         wanted = self.allocator.rounded(size_bytes)
         if self._vacating != wanted:
             self.stop_vacating()
-            self._vacating, self._steps = wanted, self._vacate(wanted, drop, self._mover)
+            self._vacating, self._steps = wanted, self._vacate(wanted, drop, self._place)
         assert self._steps is not None
         more = next(self._steps, None)
         if more is not None:
@@ -263,7 +247,7 @@ class Space(Generic[R]):
         self._drop_copy()
         self.allocator.lift_fence()
 
-    def _vacate(self, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R]) -> Iterator[bool]:
+    def _vacate(self, wanted: int, drop: Callable[[R], None], place: Callable[[R, int], None]) -> Iterator[bool]:
         """Evict, then move, until ``wanted`` bytes in one range are free. Yields after each step: is there more?"""
         allocator, frames, step = self.allocator, self.allocator.frames, _Step()
         while True:
@@ -287,7 +271,7 @@ class Space(Generic[R]):
                     goal = allocator.free_bytes + missing
                     window = None
             allocator.raise_fence(window.start, window.end)
-            yield from self._clear_out(window, wanted, drop, mover, step)
+            yield from self._clear_out(window, wanted, drop, place, step)
             allocator.lift_fence()
             if allocator.largest_free_bytes >= wanted:
                 return
@@ -311,7 +295,7 @@ class Space(Generic[R]):
                     return
 
     def _clear_out(
-        self, window: Window, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R], step: _Step
+        self, window: Window, wanted: int, drop: Callable[[R], None], place: Callable[[R, int], None], step: _Step
     ) -> Iterator[bool]:
         """Move the window's residents until it is free, or one of them is in use, or a hole elsewhere fits."""
         allocator = self.allocator
@@ -325,7 +309,7 @@ class Space(Generic[R]):
                 return
             target = allocator.allocate(resident.range_bytes)
             if target is not None:
-                yield from self._move(resident, target, mover, step)
+                yield from self._move(resident, target, place, step)
                 continue
             missing = allocator.rounded(resident.range_bytes)
             victims = self.oldest(missing, step.residents)
@@ -347,7 +331,7 @@ class Space(Generic[R]):
             begin += self.allocator.hole_at(begin)
         return begin if begin < window.end else None
 
-    def _move(self, resident: R, target: int, mover: ResidentMover[R], step: _Step) -> Iterator[bool]:
+    def _move(self, resident: R, target: int, place: Callable[[R, int], None], step: _Step) -> Iterator[bool]:
         """Copy a resident to the range at ``target``, in pieces if large; it may be dropped or used in between."""
         source, size = resident.offset, resident.range_bytes
         self._copying = (target, size)
@@ -359,11 +343,13 @@ class Space(Generic[R]):
                 self._drop_copy()
                 return
             piece = min(STEP_BYTES, size - done)
-            mover.copy(source + done, target + done, piece)
+            begin, to = source + done, target + done
+            if self._memory:
+                self._memory[to : to + piece] = self._memory[begin : begin + piece]
             step.spend(0, piece)
         self._copying = None
         self._fix(resident)
-        mover.place(resident, target)
+        place(resident, target)
         self.allocator.free(source, size)
         self._loosen(resident)
         step.spend(1)

@@ -198,19 +198,3 @@ class ChunkTable:
 
     def __repr__(self) -> str:
         return f"ChunkTable({len(self._by_key)} keys)"
-
-
-class ChunkMover:
-    """Moves chunks in memory. ``memory`` None: there are no bytes, and only the table is updated."""
-
-    def __init__(self, table: ChunkTable, memory: memoryview | None) -> None:
-        self._memory = memory
-        self.place = table.place
-
-    def copy(self, source: int, target: int, num_bytes: int) -> None:
-        """Copy bytes of a chunk to an unused range."""
-        if self._memory is not None:
-            self._memory[target : target + num_bytes] = self._memory[source : source + num_bytes]
-
-    def __repr__(self) -> str:
-        return "ChunkMover()"

@@ -20,45 +20,35 @@ class LowerTier(Protocol):
     @property
     def capacity_bytes(self) -> int:
         """Bytes that it can hold."""
-        ...
 
     @property
     def used_bytes(self) -> int:
         """Bytes that it holds."""
-        ...
 
     @property
     def free_queue_bytes(self) -> int:
         """Bytes that may be demoted at once without being dropped for lack of time."""
-        ...
 
     def find(self, key: ChunkKey) -> SsdChunk | None:
         """Return the entry of ``key``."""
-        ...
 
     def entries(self) -> list[SsdChunk]:
         """Return all entries."""
-        ...
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """Keep ``chunk``, which leaves memory in this step; None if it is dropped instead. ``left_s`` None: no end."""
-        ...
 
     def touch(self, entry: SsdChunk) -> None:
         """Record another put of the key."""
-        ...
 
     def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
         """Let another policy order the tier's own evictions."""
-        ...
 
     def drop(self, entry: SsdChunk) -> None:
         """Drop ``entry``."""
-        ...
 
     def expire(self, now_s: float) -> None:
         """Drop expired entries."""
-        ...
 
 
 class NoTier:

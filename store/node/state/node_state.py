@@ -23,7 +23,7 @@ from tanghulu.store.node.space.allocator import OffsetAllocator, OnTaken, ignore
 from tanghulu.store.node.space.space import Space
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.state.chunk_leases import ChunkLeases
-from tanghulu.store.node.state.chunk_table import ChunkMover, ChunkTable, Published
+from tanghulu.store.node.state.chunk_table import ChunkTable, Published
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.state.limits import no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.node_chunks import NodeChunks
@@ -435,7 +435,7 @@ def make_node_state(
 
     chunks = NodeChunks(
         table,
-        Space(allocator, table, make_policy, ChunkMover(table, memory if len(memory) else None)),
+        Space(allocator, table, make_policy, table.place, memory),
         NoTier() if make_tier is None else make_tier(lost_below),
         reports,
         tenants,
