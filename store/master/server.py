@@ -30,25 +30,6 @@ INCOMPLETE_S = 5.0
 MAX_NAMED = 8
 
 
-class Signal:
-    """Wakes all waiters. A waiter checks the state first, then waits, without an await in between."""
-
-    def __init__(self) -> None:
-        self._event: asyncio.Event | None = None
-
-    def fire(self) -> None:
-        """Wake all current waiters."""
-        event, self._event = self._event, None
-        if event is not None:
-            event.set()
-
-    async def wait(self) -> None:
-        """Wait until the next ``fire``."""
-        if self._event is None:
-            self._event = asyncio.Event()
-        await self._event.wait()
-
-
 @dataclass(eq=False)
 class MasterServer:
     """The master with its clock, metrics and leadership. Calls change ``master`` and then call ``changed()``."""
@@ -60,7 +41,7 @@ class MasterServer:
     ownership: Ownership = field(default_factory=Ownership)
     on_tick: list[Callable[[], None]] = field(default_factory=list)
     on_map: list[Callable[[], None]] = field(default_factory=list)  # called when ranges have changed hands
-    _changed: Signal = field(default_factory=Signal)
+    _changes: asyncio.Event = field(default_factory=asyncio.Event)  # set for a moment
     _published: tuple[int, int, int] = (0, 0, 0)
     _map: RangeMap | None = None  # as of the last tick
 
@@ -109,12 +90,12 @@ class MasterServer:
         """Lead from now on, as one of several masters that share the ranges."""
         self.master.begin_leases(term, self.now_s)
         self.metrics.elections.inc()
-        self._changed.fire()
+        self._wake()
 
     def lead_no_more(self) -> None:
         """Stop leading: end all streams; the ranges owned by this master stay its own."""
         self.master.begin_leases(0, self.now_s)
-        self._changed.fire()
+        self._wake()
 
     def own(self, number: int) -> None:
         """Serve a range from now on."""
@@ -135,11 +116,18 @@ class MasterServer:
         news = (directory.log.last, self.master.members.last, directory.num_unready)
         if news != self._published:
             self._published = news
-            self._changed.fire()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changes.set()
+        self._changes.clear()
 
     async def wait(self) -> None:
-        """Wait until something changed: a new event in either ring, or another range is complete."""
-        await self._changed.wait()
+        """Wait until something changed: a new event in either ring, or another range is complete.
+
+        Callers check the state first, without an await in between.
+        """
+        await self._changes.wait()
 
     async def news(self) -> None:
         """``wait``; raises NotLeader if this master has stepped down meanwhile."""

@@ -8,7 +8,6 @@ turn. Waiters wait until their own deadlines; the promotion itself continues for
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, StoreFull, TanghuluError
@@ -41,7 +40,7 @@ class Promoter:
         self._view = view
         self._under_way: dict[ChunkKey, asyncio.Task[Chunk]] = {}
         self._turns = asyncio.Semaphore(MAX_PROMOTIONS)
-        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self._room_changes = asyncio.Event()  # set for a moment
         self._pinned: asyncio.Task[None] | None = None
 
     def bring_up_pinned(self) -> None:
@@ -109,10 +108,8 @@ class Promoter:
 
     def room_changed(self) -> None:
         """Retry promotions that wait for room, as ranges were freed or chunks became evictable."""
-        while self._waiting_for_room:
-            future = self._waiting_for_room.popleft()
-            if not future.done():
-                future.set_result(None)
+        self._room_changes.set()
+        self._room_changes.clear()
 
     async def settled(self, until_s: float) -> None:
         """See SsdTier.settled: removed chunks stay removed."""
@@ -171,11 +168,9 @@ class Promoter:
             if self._chunks.has_more_to_evict and loop.time() < until_s:
                 await asyncio.sleep(0)
                 continue
-            future: asyncio.Future[None] = loop.create_future()
-            self._waiting_for_room.append(future)
             try:
                 async with asyncio.timeout_at(until_s):
-                    await future
+                    await self._room_changes.wait()
             except TimeoutError:
                 raise StoreFull(
                     f"no room in memory for {entry.key!r} from the SSD tier ({format_size(entry.size_bytes)}): all "

@@ -92,7 +92,7 @@ class SsdTier:
         self._batch: asyncio.Future[list[_Outcome]] | None = None
         self._num_given = self._num_done = 0
         self._settling: list[tuple[int, asyncio.Future[None]]] = []
-        self._buffers_free: deque[asyncio.Future[None]] = deque()
+        self._buffer_freed = asyncio.Event()  # set for a moment
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
         self._readers = ThreadPoolExecutor(NUM_READ_THREADS, thread_name_prefix="tier-read")
         self._sync_wanted = False
@@ -274,26 +274,19 @@ class SsdTier:
                 yield await self._read(entry, buffer)
             finally:
                 self._up.give_back(buffer)
-                self._wake_readers()
+                self._buffer_freed.set()
+                self._buffer_freed.clear()
         finally:
             self.state.end_read(entry)
 
     async def _read_buffer(self, size_bytes: int, until_s: float) -> IoBuffer:
         while (buffer := self._up.take(size_bytes)) is None:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._buffers_free.append(future)
             try:
                 async with asyncio.timeout_at(until_s):
-                    await future
+                    await self._buffer_freed.wait()
             except TimeoutError:
                 raise DeadlineExceeded("the SSD tier has too many reads in progress for this one; try again") from None
         return buffer
-
-    def _wake_readers(self) -> None:
-        while self._buffers_free:
-            future = self._buffers_free.popleft()
-            if not future.done():
-                future.set_result(None)
 
     async def _read(self, entry: SsdChunk, buffer: IoBuffer) -> memoryview:
         """Read without being cancelled with the caller: the thread fills the buffer until it is done."""

@@ -18,7 +18,6 @@ from tanghulu.errors import MasterUnavailable
 from tanghulu.protos import etcd_pb2
 from tanghulu.store.master.election import ownership
 from tanghulu.store.master.election.masters_view import KeySeen
-from tanghulu.store.master.server import Signal
 from tests.store.sim.etcd_model import EtcdModel, NoSuchLeaseError
 from tests.virtual.loop import HOST, Network
 
@@ -36,7 +35,7 @@ class SimEtcd:
     def __init__(self, network: Network, prefix: bytes, rng: Random) -> None:
         self.model = EtcdModel()
         self.network, self.prefix = network, prefix
-        self.changed = Signal()
+        self.changed = asyncio.Event()  # set for a moment
         self.held: dict[str, float] = {}
         self.gone_until_s = 0.0
         self._rng = rng
@@ -58,7 +57,8 @@ class SimEtcd:
         else:
             self.model.tick(self.now_s)
         if len(self.model.history) != before:
-            self.changed.fire()
+            self.changed.set()
+            self.changed.clear()
         self.network.loop.call_later(_STEP_S, self._tick)
 
     def holder(self, name: str) -> str:
@@ -89,7 +89,8 @@ class SimEtcd:
                 before = len(self.model.history)
                 answer = do()
                 if len(self.model.history) != before:
-                    self.changed.fire()
+                    self.changed.set()
+                    self.changed.clear()
                 loop.call_later(self.network.latency_s(ETCD, host), replies, answer)
             elif self.now_s < until_s:
                 loop.call_later(_STEP_S, arrives)
