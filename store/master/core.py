@@ -75,19 +75,10 @@ class Master:
     ) -> None:
         self._shares = shares
         self._rebuild_s = rebuild_s
-        self._copy_rate_bytes_s = copy_rate_bytes_s
-        self._rng = rng or Random(generation)
         self._connections: Counter[str] = Counter()  # announcement connections of nodes
-        self.begin(generation, now_s)
-
-    def begin(self, generation: int, now_s: float) -> None:
-        """Start with empty memories, as another ``generation``.
-
-        The caller has to end streams that follow the old memories.
-        """
-        in_etcd = NodesInEtcd(now_s, self._rebuild_s) if self._shares else None
-        self.directory = RangeDirectories(now_s, self._rebuild_s, cluster=in_etcd)
-        self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
+        in_etcd = NodesInEtcd(now_s, rebuild_s) if shares else None
+        self.directory = RangeDirectories(now_s, rebuild_s, cluster=in_etcd)
+        self.copies = CopyPlanner(self.directory, copy_rate_bytes_s, rng or Random(generation), now_s)
         self._last_tick_s = now_s
         self.log_generation = generation  # of the directory and its log, which outlive a change of the leader
         self.begin_leases(generation, now_s)

@@ -81,11 +81,6 @@ class MasterServer:
         if self.master.generation != generation:
             raise NotLeader.naming("")
 
-    def require_memory(self, generation: int) -> None:
-        """Raise NotLeader unless the directory is still that of ``generation``."""
-        if self.master.log_generation != generation:
-            raise NotLeader.naming("")
-
     def lead(self, term: int) -> None:
         """Lead from now on, as one of several masters that share the ranges."""
         self.master.begin_leases(term, self.now_s)

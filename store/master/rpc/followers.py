@@ -73,7 +73,6 @@ class _Follower:
         if self._is_of_some and self._pending:
             yield self._batch([DirectoryEvent(self._number, DirectoryEventKind.RESET, ranges=self._pending)])
         while True:
-            self._require()
             changes = self._read()
             if changes is not None:
                 if changes.events:
@@ -93,10 +92,6 @@ class _Follower:
         """The number given by this stream to the follower's last change."""
         return self._sent if self._is_numbered_apart else self._cursor
 
-    def _require(self) -> None:
-        """Raise the error that ends the stream: this master has begun again with another memory."""
-        self._server.require_memory(self._generation)
-
     # --- snapshots
 
     def _ready(self) -> int:
@@ -113,7 +108,6 @@ class _Follower:
         began = directory.times_begun(ranges)
         walk, more = directory.walk(ranges), True
         while more:
-            self._require()
             page, more = snapshot(directory, walk, self._prefix, SNAPSHOT_KEYS)
             if page:
                 yield self._batch(DirectoryEvent(sequence, stored, node, tuple(keys)) for node, keys in page.items())

@@ -88,7 +88,7 @@ def test_a_complete_directory_makes_another_version(asking: Asking) -> None:
 
 
 def test_versions_of_another_generation_are_other_versions(asking: Asking) -> None:
-    asking.master.begin(6, asking.clock.now_s())
+    asking.master.begin_leases(6, asking.clock.now_s())
     asking.master.register(instance("n1"), 60.0, 0.0)
     assert asking.ask() == ["n1"]
     assert asking.ask() is None
