@@ -8,7 +8,7 @@ conclusions: each decides for itself who should own a range, without asking othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -133,11 +133,6 @@ class MastersView:
         """The master that should own each range; "" if no candidate should."""
         return assign(self.masters) or ("",) * NUM_RANGES
 
-    @property
-    def standbys(self) -> tuple[str, ...]:
-        """The standby of each range, "" if it has none, when each is owned by the master that should own it."""
-        return standbys(self.masters, self.wanted)
-
     def map(self, cluster: int) -> RangeMap:
         """Return the map of the etcd with the id ``cluster``."""
         found = [self.masters.get(holder.owner) if holder is not None else None for holder in self.holders]
@@ -178,13 +173,6 @@ _MAX_REMEMBERED = 256
 def assign(ids: Iterable[str]) -> tuple[str, ...]:
     """Return the master that should own each range, of those with ``ids``; empty without any."""
     return _assign(tuple(sorted(set(ids))))
-
-
-def standbys(ids: Iterable[str], owners: Sequence[str]) -> tuple[str, ...]:
-    """Return the standby of each range owned as in ``owners``, of the masters with ``ids``; "" if there is none."""
-    masters = frozenset(ids)
-    left = {owner: assign(masters - {owner}) for owner in set(owners)}
-    return tuple(left[owner][number] if left[owner] else "" for number, owner in enumerate(owners))
 
 
 @lru_cache(_MAX_REMEMBERED)

@@ -218,10 +218,6 @@ class RangeElection:
         """Return whether this master may answer as the leader at ``now_s``."""
         return self._is_leading and now_s < self._until_s
 
-    def owns(self, number: int, now_s: float) -> bool:
-        """Return whether this master may serve a range at ``now_s``."""
-        return self.states[number] is RangeState.OWNED and now_s < self._until_s
-
     def owned(self, now_s: float) -> frozenset[int]:
         """Return the ranges that this master may serve at ``now_s``."""
         if now_s >= self._until_s:

@@ -199,7 +199,7 @@ def test_the_standby_claims_at_once_and_others_a_little_later() -> None:
 def test_a_range_is_given_up_before_its_key_is_rewritten() -> None:
     election = handing_over()
     assert election.owned(10.6) == frozenset(MINE)
-    assert not election.owns(OTHERS[0], 10.6)
+    assert OTHERS[0] not in election.owned(10.6)
     assert election.seen(range_keys(OTHERS, 57, "b", B_LEASE), 10.7) == []
     assert {election.states[n] for n in OTHERS} == {RangeState.FOLLOWING}
     known = election.view.map(77)
@@ -355,10 +355,8 @@ def caught(seeds: range, *, only_pauses: bool = False) -> bool:
 def test_who_answers_on_after_a_hand_over_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     class Mutant(RangeElection):
         def owned(self, now_s: float) -> frozenset[int]:
-            return frozenset(number for number in ALL if self.owns(number, now_s))
-
-        def owns(self, number: int, now_s: float) -> bool:
-            return self.states[number] in (RangeState.OWNED, RangeState.HANDING_OVER) and now_s < self._until_s
+            served = (RangeState.OWNED, RangeState.HANDING_OVER) if now_s < self._until_s else ()
+            return frozenset(number for number in ALL if self.states[number] in served)
 
     monkeypatch.setattr(range_election, "RangeElection", Mutant)
     assert caught(range(20))

@@ -246,7 +246,7 @@ class MastersWorld:
         def handle() -> None:
             clock_s, election = self.clock_s(master), master.election
             told = election.view.map(CLUSTER)
-            if not election.owns(number, clock_s):
+            if number not in election.owned(clock_s):
                 self.later(lambda: self.heard_map(caller, told))
                 return
             is_owner = self.is_owner(master, number)
