@@ -54,7 +54,7 @@ class NodeTable:
         self._rng = Random(secrets.randbits(64))
         self._local: list[tuple[PeerId, int]] = []
         self._local_ids: frozenset[PeerId] = frozenset()
-        self._largest_bytes = 0
+        self.largest_capacity_bytes = 0  # of the known nodes; 0 when none has stated its own
         self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
         self._fresh_until_s = float("-inf")
         self._seen: set[PeerId] = set()
@@ -77,7 +77,7 @@ class NodeTable:
             self._silent_until_s = {node: until_s for node, until_s in self._silent_until_s.items() if node in table}
             self._suspects = {node: until_s for node, until_s in self._suspects.items() if node in table}
             self._local_ids = frozenset(node_id for node_id, _ in local)
-            self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
+            self.largest_capacity_bytes = max((node.capacity_bytes for node in table.values()), default=0)
         self.confirm(now_s)
 
     def confirm(self, now_s: float) -> None:
@@ -93,7 +93,7 @@ class NodeTable:
         with self._lock:
             self._nodes = {**self._nodes, **{PeerId(node.id): node for node in nodes}}
             self._see(self._nodes)
-            self._largest_bytes = max((node.capacity_bytes for node in self._nodes.values()), default=0)
+            self.largest_capacity_bytes = max((node.capacity_bytes for node in self._nodes.values()), default=0)
 
     def _see(self, nodes: Iterable[PeerId]) -> None:
         self._seen.update(nodes)
@@ -165,11 +165,6 @@ class NodeTable:
     def local_ids(self) -> frozenset[PeerId]:
         """Return the nodes of this host."""
         return self._local_ids
-
-    @property
-    def largest_capacity_bytes(self) -> int:
-        """The largest capacity among the known nodes; 0 when none has stated its own."""
-        return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
         """Return the nodes of this host that could hold the value, best first, without avoided ones."""

@@ -29,40 +29,35 @@ class EventRing(Generic[E]):
         self.max_weight = max_weight
         self._events: dict[int, tuple[int, E]] = {}  # by number: (weight, event)
         self._weight = 0
-        self._last = 0
-
-    @property
-    def last(self) -> int:
-        """Number of the newest event; 0 before the first."""
-        return self._last
+        self.last = 0  # number of the newest event; 0 before the first
 
     @property
     def first(self) -> int:
         """Number of the oldest kept event; ``last + 1`` if there is none."""
-        return self._last - len(self._events) + 1
+        return self.last - len(self._events) + 1
 
     def append(self, event: E, weight: int = 1) -> int:
         """Add ``event``; return its number. The oldest events leave; the newest always stays."""
-        self._last += 1
-        self._events[self._last] = (weight, event)
+        self.last += 1
+        self._events[self.last] = (weight, event)
         self._weight += weight
         leaving = weight + SHRINK_WEIGHT
         while self._weight > self.max_weight and len(self._events) > 1 and leaving > 0:
             gone, _ = self._events.pop(self.first)
             self._weight -= gone
             leaving -= gone
-        return self._last
+        return self.last
 
     def read(self, after: int, max_weight: int) -> list[tuple[int, E]]:
         """Return (number, event) behind number ``after``, oldest first, up to ``max_weight`` (at least one, if any).
 
         Raises Lagged if some of them are gone, or if ``after`` is a number never assigned.
         """
-        if after + 1 < self.first or after > self._last:
+        if after + 1 < self.first or after > self.last:
             raise Lagged
         taken: list[tuple[int, E]] = []
         weight = 0
-        for number in range(after + 1, self._last + 1):
+        for number in range(after + 1, self.last + 1):
             event_weight, event = self._events[number]
             if taken and weight + event_weight > max_weight:
                 break
@@ -73,7 +68,7 @@ class EventRing(Generic[E]):
     def check(self) -> None:
         """Assert that the weight is the sum of the kept events' weights."""
         assert self._weight == sum(weight for weight, _ in self._events.values())
-        assert list(self._events) == list(range(self.first, self._last + 1))
+        assert list(self._events) == list(range(self.first, self.last + 1))
 
     def __repr__(self) -> str:
-        return f"EventRing({self.first}..{self._last})"
+        return f"EventRing({self.first}..{self.last})"

@@ -72,8 +72,9 @@ class RangeDirectories:
         self._ranges = [Directory(number, self._inventories, self._order) for number in range(NUM_RANGES)]
         self._tables = [directory.table for directory in self._ranges]
         self._begun = [0] * NUM_RANGES  # number of arrivals of each at this master
-        self._owned = frozenset(range(NUM_RANGES) if cluster is None else ())
-        self._unready = [self._ranges[n] for n in sorted(self._owned)]  # those with unknown slots
+        #: The ranges known here, or about to be.
+        self.owned = frozenset(range(NUM_RANGES) if cluster is None else ())
+        self._unready = [self._ranges[n] for n in sorted(self.owned)]  # those with unknown slots
         self._overdue: list[Directory] = []  # those with clients' commits awaiting confirmation by their nodes
         self._forgotten: list[dict[str, int]] = []  # parts of discarded tables, to be swept
         self._left_over: list[dict[str, list[InventoryId]]] = []  # by node, of discarded ranges; to be swept
@@ -116,7 +117,7 @@ class RangeDirectories:
             self._nodes.renew(node, instance, now_s)
             return
         self.node_gone(instance.id)
-        self._nodes.enter(instance, now_s, self._owned)
+        self._nodes.enter(instance, now_s, self.owned)
         self._count_slots()
 
     def node_seen(self, node_id: str, now_s: float) -> None:
@@ -175,7 +176,7 @@ class RangeDirectories:
         reporting = self._nodes.reporting(node)
         goes_on = bool(reporting) or piece is None  # a node that has reported all, and asks, has lost the last answer
         report_keys = self.grants.ask(node_id, now_s) if report_id and goes_on else 0
-        unreported = [number for number in self._nodes.unreported(node, self._owned) if number not in reporting]
+        unreported = [number for number in self._nodes.unreported(node, self.owned) if number not in reporting]
         is_silent = bool(unreported) and (not report_id or self._is_void(node, announcement.ranges))
         ranges = self._known_ranges(unreported) if unreported or self._unready else ()
         return AnnounceReply(accepted, undecided, refused, is_broken or is_silent, report_keys, ranges)
@@ -195,7 +196,7 @@ class RangeDirectories:
 
         It began before its ranges were this master's, or they have come back since.
         """
-        covered = self._owned if numbers is None else self._owned & numbers
+        covered = self.owned if numbers is None else self.owned & numbers
         return not self._nodes.reporting(node) and bool(self._nodes.unreported(node, covered))
 
     def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
@@ -232,7 +233,7 @@ class RangeDirectories:
         return refused
 
     def _begin_report(self, node: NodeRecord, report_id: int, numbers: frozenset[int] | None) -> None:
-        self._nodes.begin_report(node, report_id, self._owned if numbers is None else self._owned & numbers)
+        self._nodes.begin_report(node, report_id, self.owned if numbers is None else self.owned & numbers)
         node_id = node.instance.id
         for number in self._nodes.reporting(node):
             inventories = self._nodes.inventories(node_id, number)
@@ -252,16 +253,16 @@ class RangeDirectories:
 
     def begin_range(self, number: int) -> None:
         """Own that range from now on: nothing of it is known until the nodes have reported it."""
-        if number not in self._owned:
-            self._owned |= {number}
+        if number not in self.owned:
+            self.owned |= {number}
             self._begun[number] += 1
         self._count_slots()
 
     def forget_range(self, number: int) -> None:
         """Stop owning that range; the memory of its keys and its nodes' inventories is freed in steps."""
-        if number in self._owned:
+        if number in self.owned:
             self._log(DirectoryEventKind.MOVED, "", ranges=1 << number)
-        self._owned -= {number}
+        self.owned -= {number}
         self._forgotten += [part for part in self._ranges[number].forget() if part]
         self._left_over.append(self._nodes.forget_range(number))
         self._count_slots()
@@ -289,14 +290,9 @@ class RangeDirectories:
         return [KnownRange(n, known.get(n, RANGE_SLOTS), n in unreported) for n in sorted({*known, *unreported})]
 
     @property
-    def owned(self) -> frozenset[int]:
-        """The ranges known here, or about to be."""
-        return self._owned
-
-    @property
     def is_ready(self) -> bool:
         """Whether every unknown key is a missing key."""
-        return bool(self._owned) and not self._unready
+        return bool(self.owned) and not self._unready
 
     @property
     def num_unready(self) -> int:
@@ -306,12 +302,12 @@ class RangeDirectories:
     @property
     def rebuilt_ranges(self) -> int:
         """The owned ranges that have been completely known since they arrived, a bit for each."""
-        return bits_of(number for number in self._owned if self._ranges[number].rebuild.is_rebuilt)
+        return bits_of(number for number in self.owned if self._ranges[number].rebuild.is_rebuilt)
 
     @property
     def is_rebuilt(self) -> bool:
         """Whether every owned range has been completely known since it arrived: so all nodes are known."""
-        return bool(self._owned) and all(each.rebuild.is_rebuilt for each in self._unready)
+        return bool(self.owned) and all(each.rebuild.is_rebuilt for each in self._unready)
 
     @property
     def num_begun(self) -> int:
@@ -325,7 +321,7 @@ class RangeDirectories:
     def _count_slots(self) -> None:
         """Count the slots reported by all nodes of the cluster."""
         are_all = self.cluster.are_all(self._nodes.ids)
-        owned = [directory for directory in self._ranges if directory.number in self._owned]
+        owned = [directory for directory in self._ranges if directory.number in self.owned]
         for directory in owned:
             directory.rebuild.update(self._nodes.least_reported(directory.number) if are_all else 0)
         self._unready = [directory for directory in owned if not directory.rebuild.is_ready]
@@ -393,7 +389,7 @@ class RangeDirectories:
 
     def unreported(self) -> list[str]:
         """Return the registered nodes that have yet to report some slots."""
-        return [node_id for node_id in self._nodes if self._nodes.unreported(self._nodes[node_id], self._owned)]
+        return [node_id for node_id in self._nodes if self._nodes.unreported(self._nodes[node_id], self.owned)]
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeRecord]:
         """Return the nodes for a new chunk, best first (see placement)."""
@@ -485,16 +481,16 @@ class RangeDirectories:
         self._inventories.check(chain(held, forgotten))
         self._order.check()
         self.log.check()
-        self._nodes.check(self._owned)
+        self._nodes.check(self.owned)
         for node_id in self._nodes:
             left_over = chain.from_iterable(by_node.get(node_id, ()) for by_node in self._left_over)
             inventories = [*self._nodes.all_inventories(node_id), *left_over]
             assert all(self._inventories.owners[inventory] == node_id for inventory in inventories)
             assert len(set(inventories)) == len(inventories)
         self.grants.check()
-        owned = [directory for directory in self._ranges if directory.number in self._owned]
+        owned = [directory for directory in self._ranges if directory.number in self.owned]
         assert self._unready == [directory for directory in owned if not directory.rebuild.is_ready]
-        assert not any(len(directory.table) for directory in self._ranges if directory.number not in self._owned)
+        assert not any(len(directory.table) for directory in self._ranges if directory.number not in self.owned)
         assert self.num_known_slots == sum(directory.rebuild.num_known_slots for directory in self._ranges)
 
     def __repr__(self) -> str:

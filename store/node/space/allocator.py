@@ -44,22 +44,17 @@ class OffsetAllocator:
             raise InvalidRequest(f"capacity {capacity_bytes} must hold one unit of {alignment} (a power of two)")
         self.alignment = alignment
         self.capacity_bytes = capacity_bytes // alignment * alignment
-        self._used_bytes = 0
+        self.used_bytes = 0  # rounding included
         self._by_offset = SortedDict({0: self.capacity_bytes})  # start of a free range -> its length
         self._by_length = SortedList([(self.capacity_bytes, 0)])  # (length, start) of the same ranges, if not fenced
-        self._fence = (0, 0)
+        self.fence = (0, 0)  # the fenced range [start, end); (0, 0) means none
         self._on_taken = on_taken
         self.frames = Frames(self.capacity_bytes, alignment)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes taken, rounding included."""
-        return self._used_bytes
-
-    @property
     def free_bytes(self) -> int:
         """Bytes not taken, fenced ones included; not necessarily contiguous."""
-        return self.capacity_bytes - self._used_bytes
+        return self.capacity_bytes - self.used_bytes
 
     @property
     def largest_free_bytes(self) -> int:
@@ -103,17 +98,17 @@ class OffsetAllocator:
 
     def _take(self, offset: int, length: int) -> None:
         self._on_taken(offset, length)
-        self._used_bytes += length
+        self.used_bytes += length
         self.frames.taken(offset, length)
 
     def free(self, offset: int, size_bytes: int) -> None:
         """Free the range that ``allocate(size_bytes)`` returned as ``offset``; asserts that it is taken."""
         length = self.rounded(size_bytes)
         assert 0 <= offset <= self.capacity_bytes - length, f"[{offset}, +{length}) is not inside the segment"
-        self._used_bytes -= length
+        self.used_bytes -= length
         self.frames.freed(offset, length)
-        if self._fence[1]:
-            for border in self._fence:  # a range may extend over either end
+        if self.fence[1]:
+            for border in self.fence:  # a range may extend over either end
                 if offset < border < offset + length:
                     self._melt(offset, border - offset)
                     offset, length = border, offset + length - border
@@ -126,27 +121,22 @@ class OffsetAllocator:
         if position < len(self._by_offset):
             after, after_length = self._by_offset.peekitem(position)
             assert end <= after, f"[{offset}, {end}) is free already from {after} on"
-            if end == after and end not in self._fence:
+            if end == after and end not in self.fence:
                 self._delete(after, after_length)
                 end += after_length
         if position:
             before, before_length = self._by_offset.peekitem(position - 1)
             assert before + before_length <= offset, f"{offset} is free already, as part of [{before}, ...)"
-            if before + before_length == offset and offset not in self._fence:
+            if before + before_length == offset and offset not in self.fence:
                 self._delete(before, before_length)
                 start = before
         self._insert(start, end - start)
 
     # --- the fence
 
-    @property
-    def fence(self) -> tuple[int, int]:
-        """The fenced range [start, end); (0, 0) means none."""
-        return self._fence
-
     def raise_fence(self, start: int, end: int) -> None:
         """Allocate nothing of [start, end) from now on; asserts that nothing is fenced yet."""
-        assert self._fence == (0, 0), "one fence at a time"
+        assert self.fence == (0, 0), "one fence at a time"
         assert 0 <= start < end <= self.capacity_bytes
         position = max(self._by_offset.bisect_right(start) - 1, 0)
         inside = []
@@ -157,19 +147,19 @@ class OffsetAllocator:
                 inside.append((offset, self._by_offset[offset]))
         for offset, length in inside:
             self._delete(offset, length)
-        self._fence = (start, end)
+        self.fence = (start, end)
         for offset, length in inside:
-            cuts = [offset, *(border for border in self._fence if offset < border < offset + length), offset + length]
+            cuts = [offset, *(border for border in self.fence if offset < border < offset + length), offset + length]
             for begin, stop in pairwise(cuts):
                 self._insert(begin, stop - begin)
 
     def lift_fence(self) -> None:
         """Allow allocation inside the fence again; does nothing without a fence."""
-        start, end = self._fence
+        start, end = self.fence
         inside = [(offset, self._by_offset[offset]) for offset in self._by_offset.irange(start, end, (True, False))]
         for offset, length in inside:
             self._delete(offset, length)
-        self._fence = (0, 0)
+        self.fence = (0, 0)
         for offset, length in inside:
             self._melt(offset, length)
 
@@ -179,27 +169,27 @@ class OffsetAllocator:
 
     def _insert(self, offset: int, length: int) -> None:
         self._by_offset[offset] = length
-        if not self._fence[0] <= offset < self._fence[1]:
+        if not self.fence[0] <= offset < self.fence[1]:
             self._by_length.add((length, offset))
 
     def _delete(self, offset: int, length: int) -> None:
         del self._by_offset[offset]
-        if not self._fence[0] <= offset < self._fence[1]:
+        if not self.fence[0] <= offset < self.fence[1]:
             self._by_length.remove((length, offset))
 
     def check(self) -> None:
         """Assert that free ranges touch only at the fence, and that free + used == capacity."""
         position = -1
         for offset, length in self._by_offset.items():
-            touches = offset == position and offset in self._fence
+            touches = offset == position and offset in self.fence
             assert offset > position or touches, f"free ranges touch or overlap at {offset}"
-            assert not any(offset < border < offset + length for border in self._fence), "a range crosses the fence"
+            assert not any(offset < border < offset + length for border in self.fence), "a range crosses the fence"
             assert length > 0
             assert length % self.alignment == 0
             position = offset + length
         assert position <= self.capacity_bytes
-        assert self._used_bytes + sum(self._by_offset.values()) == self.capacity_bytes
-        start, end = self._fence
+        assert self.used_bytes + sum(self._by_offset.values()) == self.capacity_bytes
+        start, end = self.fence
         outside = ((n, o) for o, n in self._by_offset.items() if not start <= o < end)
         assert sorted(outside) == list(self._by_length)
 
@@ -217,4 +207,4 @@ class OffsetAllocator:
         assert position == self.capacity_bytes
 
     def __repr__(self) -> str:
-        return f"OffsetAllocator({self._used_bytes}/{self.capacity_bytes} B, {len(self._by_offset)} holes)"
+        return f"OffsetAllocator({self.used_bytes}/{self.capacity_bytes} B, {len(self._by_offset)} holes)"

@@ -17,7 +17,7 @@ waits in B's outbox now, and A's answer on it is void.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.confirmations import Confirmations, Done
@@ -41,7 +41,7 @@ class NodeReports:
         self._flushes = Flushes()
         self.leader = MasterOutbox(self._flushes)
         self.map: RangeMap | None = None
-        self._owners: dict[Address, MasterOutbox] = {}
+        self.owners: dict[Address, MasterOutbox] = {}  # of the masters that own ranges
         self._vacant = MasterOutbox(self._flushes, frozenset())
         self._by_range = [self.leader] * NUM_RANGES
         self._unconfirmed: dict[ChunkKey, int] = {}  # the versions of puts not accepted by any master
@@ -56,14 +56,9 @@ class NodeReports:
         """Return the outbox of the master that owns ``key``."""
         return self.leader if self.map is None else self._by_range[range_of(key)]
 
-    @property
-    def owners(self) -> Mapping[Address, MasterOutbox]:
-        """The outboxes of the masters that own ranges; a view that changes with the map."""
-        return self._owners
-
     def _with_master(self) -> Iterator[MasterOutbox]:
         yield self.leader
-        yield from self._owners.values()
+        yield from self.owners.values()
 
     def _all(self) -> Iterator[MasterOutbox]:
         yield from self._with_master()
@@ -84,12 +79,12 @@ class NodeReports:
             owner = known.owner_of(number)
             heir = self._vacant
             if owner is not None:
-                heir = self._owners.setdefault(owner, MasterOutbox(self._flushes, frozenset()))
+                heir = self.owners.setdefault(owner, MasterOutbox(self._flushes, frozenset()))
             moves.setdefault((self._by_range[number], heir), set()).add(number)
             self._by_range[number] = heir
         for (source, heir), numbers in moves.items():
             source.move(frozenset(numbers), heir)
-        self._owners = {owner: outbox for owner, outbox in self._owners.items() if outbox.ranges}
+        self.owners = {owner: outbox for owner, outbox in self.owners.items() if outbox.ranges}
 
     def is_over(self, key: ChunkKey, term: Term) -> bool:
         """Return whether the owner of ``key`` has changed since a master of ``term`` accepted a commit of it."""
@@ -261,10 +256,10 @@ class NodeReports:
             assert all((self._by_range[number] is outbox) == (number in outbox.ranges) for number in range(NUM_RANGES))
         if self.map is not None:
             assert not self.leader.ranges
-            assert self._owners.keys() == {owner for owner in self.map.owners if owner is not None}
+            assert self.owners.keys() == {owner for owner in self.map.owners if owner is not None}
 
     def __repr__(self) -> str:
-        return f"NodeReports({self.leader!r}, {len(self._owners)} owners)"
+        return f"NodeReports({self.leader!r}, {len(self.owners)} owners)"
 
 
 def _remember(last: dict[Removal, None], removal: Removal, most: int) -> None:
