@@ -49,11 +49,6 @@ class PendingCommits:
     def __contains__(self, key: str) -> bool:
         return key in self._by_key
 
-    @property
-    def full(self) -> bool:
-        """Whether no more commits are accepted."""
-        return len(self._by_key) >= MAX_PENDING
-
     def make(self, key: str, node_id: str, version: int, size_bytes: int, now_s: float) -> None:
         """Enter a client's commit of ``key``; nobody holds the key, so an earlier commit of it is void."""
         self._forget(key)
@@ -70,14 +65,11 @@ class PendingCommits:
         self._forget(key)
         return False
 
-    def settle(self, key: str, node_id: str, version: int) -> None:
-        """Forget the commit of ``key`` at ``version``: its node has announced it or its removal."""
-        pending = self._by_key.get(key)
-        if pending is not None and pending.node_id == node_id and pending.version == version:
-            self._forget(key)
+    def settle(self, key: str, node_id: str, version: int) -> bool:
+        """Forget the commit: its node has announced the chunk or its removal, or the put failed there.
 
-    def retract(self, key: str, node_id: str, version: int) -> bool:
-        """Forget the commit of a put that failed at its node; return whether it was pending."""
+        Returns whether it was pending.
+        """
         pending = self._by_key.get(key)
         if pending is None or (pending.node_id, pending.version) != (node_id, version):
             return False

@@ -311,7 +311,7 @@ def test_what_is_overdue_may_be_confirmed_and_put_again() -> None:
     kept.make("m", "b", 2, 10, PENDING_S)
     kept.check()
     assert kept.take_overdue("a") == []
-    assert kept.retract("n", "b", 1)
+    assert kept.settle("n", "b", 1)
     kept.check()
     assert not kept.tick(PENDING_S)
     kept.forget_node("b")
