@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -20,7 +21,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.limits import allow_descriptors
 from tanghulu.runtime.master_options import PortOptions
-from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.runtime.process import Process, ProcessConfig, StoppedEarly
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
 from tanghulu.store.master.election.ownership import Duties, EtcdOwnership, Ownership
@@ -96,7 +97,10 @@ async def serve(process: Process, config: MasterConfig, ownership: Ownership | N
     tasks += map(asyncio.create_task, running)
     process.ready(process.instance_id(address.port), address)
     try:
-        await _first(process.stopping, tasks)
+        with contextlib.suppress(StoppedEarly):
+            waiting = asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in (await process.unless_stopping(waiting))[0]:
+                task.result()  # a master that ends no leases must not keep running
     finally:
         for task in tasks:  # resigning first: the others elect while this one shuts down
             task.cancel()
@@ -115,15 +119,6 @@ def _etcd(config: MasterConfig) -> Sequence[Address]:
         return Masters.parse(config.etcd.removeprefix("etcd://")).addresses
     except InvalidRequest as error:
         raise ConfigError(f"--etcd: {error.message}") from None
-
-
-async def _first(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Wait until the process is to stop, or a task fails: a master that ends no leases must not keep running."""
-    waiting = asyncio.create_task(stopping.wait())
-    done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    for task in done - {waiting}:
-        task.result()
 
 
 COMMAND = command(

@@ -32,7 +32,7 @@ from tanghulu.runtime.config import command, option
 from tanghulu.runtime.kv_events import KvEventOptions, publishing
 from tanghulu.runtime.limits import allow_descriptors, refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
-from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.runtime.process import Process, ProcessConfig, StoppedEarly
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.store.node.reporting.kv_events import HeldBlocks
 from tanghulu.store.node.reporting.reporter import Reporter
@@ -283,7 +283,10 @@ class Node:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._reporter.connected.wait(), _FIRST_CONTACT_S)
                 self._process.ready(instance_id, address)
-                await _until_stopping(self._process.stopping, tasks)
+                with contextlib.suppress(StoppedEarly):
+                    waiting = asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    for task in (await self._process.unless_stopping(waiting))[0]:
+                        task.result()  # a node that cannot report must not keep running
                 await _leave(entering)
         finally:
             for task in tasks:
@@ -429,15 +432,6 @@ async def _leave(entering: asyncio.Task[Registration]) -> None:
         return
     with contextlib.suppress(TanghuluError):
         await entering.result().close()
-
-
-async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Wait until the process is to stop, or one of its tasks fails: a node that cannot report must not keep running."""
-    waiting = asyncio.create_task(stopping.wait())
-    done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    for task in done - {waiting}:
-        task.result()
 
 
 async def serve(process: Process, config: NodeConfig) -> None:
