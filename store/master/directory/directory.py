@@ -26,7 +26,7 @@ from typing import NamedTuple
 from tanghulu.store.master.directory.chunk_table import DirectoryTable, Outcome
 from tanghulu.store.master.directory.inventories import Inventories, InventoryId
 from tanghulu.store.master.directory.key_order import KeyOrder
-from tanghulu.store.master.directory.pending_commits import MAX_PENDING, PendingCommits
+from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.protocol.announcements import ChunkEntry, Removal
 from tanghulu.store.protocol.key_slots import range_of
@@ -159,7 +159,7 @@ class Directory:
     def commit_by_client(self, commit: ClientCommit, inventory: InventoryId, now_s: float) -> CommitResult:
         """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
         key, version, pending = commit.key, commit.version, self.pending_commits
-        if len(pending) >= MAX_PENDING or not self.rebuild.knows(key) or (key, version) in self._tombstones:
+        if pending.full or not self.rebuild.knows(key) or (key, version) in self._tombstones:
             return CommitResult.ASK_NODE
         found = self.table.find(key)
         if found is not None:

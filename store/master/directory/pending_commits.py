@@ -49,6 +49,11 @@ class PendingCommits:
     def __contains__(self, key: str) -> bool:
         return key in self._by_key
 
+    @property
+    def full(self) -> bool:
+        """Whether no more commits are accepted."""
+        return len(self._by_key) >= MAX_PENDING
+
     def make(self, key: str, node_id: str, version: int, size_bytes: int, now_s: float) -> None:
         """Enter a client's commit of ``key``; nobody holds the key, so an earlier commit of it is void."""
         self._forget(key)
