@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -67,7 +68,7 @@ from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, ChunkKey, Role, format_size
+from tanghulu.types import Address, ChunkKey, InstanceId, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
@@ -274,12 +275,7 @@ class Node:
                 if entering.done():
                     entering.result()  # a node that the master will never admit does not start
                 instance_id = self._process.instance_id(address.port)
-                running = [self._reporter.run(instance_id), self._tick(), self._copier.run()]
-                if self._authorizer is not None:
-                    running.append(self._authorizer.watch(self._service))
-                if self._config.checks:
-                    running.append(self._check())
-                tasks += [asyncio.create_task(each) for each in running]
+                tasks += [asyncio.create_task(each) for each in self._background(instance_id)]
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._reporter.connected.wait(), _FIRST_CONTACT_S)
                 self._process.ready(instance_id, address)
@@ -304,6 +300,14 @@ class Node:
                 await self._promoter.send_down()
                 await self._tier.close()
             self._segment.close()
+
+    def _background(self, instance_id: InstanceId) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what runs beside the service."""
+        yield from (self._reporter.run(instance_id), self._tick(), self._copier.run())
+        if self._authorizer is not None:
+            yield self._authorizer.watch(self._service)
+        if self._config.checks:
+            yield self._check()
 
     async def _open(self) -> Address:
         try:
