@@ -39,7 +39,7 @@ def remote(unmapped: None, engine: TransferEngine, owner: SegmentProcess) -> Ite
     remote = engine.open_segment(owner.descriptor)
     assert remote.transport == "shm"
     assert remote.shm is not None
-    assert not remote.shm.mapped
+    assert remote.shm.view is None
     assert remote.map() is None
     yield remote
     remote.close()
@@ -104,7 +104,7 @@ def test_without_address_space_for_the_mapping(owner: SegmentProcess, engine: Tr
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert remote.shm is not None
-    assert not remote.shm.mapped
+    assert remote.shm.view is None
     engine.transfer([TransferRequest(WRITE, b"copied", remote, 0, 6)], 5)
     assert owner.peek(0, 6) == b"copied"
 
