@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tanghulu"
 #: What a package of ours consists of, by the ends of its files' names.
-SHIPPED = {".py", ".pyi", ".proto", ".typed", ".html"}
+SHIPPED = {".py", ".pyi", ".proto", ".typed", ".html", ".txt"}
 _LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "site", "htmlcov")
 
 
