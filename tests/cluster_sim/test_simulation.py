@@ -21,7 +21,6 @@ from tanghulu.workers.engine.scheduler import Scheduler
 from tanghulu.workers.kv.connector import KvConnector
 from tanghulu.workers.kv.peer_server import PeerServer
 from tanghulu.workers.sessions.outbox import SessionOutbox
-from tanghulu.workers.sessions.server import SessionHub
 from tests.cluster_sim.plan import Plan
 from tests.cluster_sim.world import World
 
@@ -106,11 +105,7 @@ def _keeps_the_queue_s_deadline(original: Any) -> Any:
 
 
 def _leaves_requests_with_the_dead(original: Any) -> Any:
-    def lost(self: Dispatcher, entry: Any, error: Any, loss: Loss) -> None:
-        if loss is not Loss.DEATH:
-            original(self, entry, error, loss)
-
-    return lost
+    return lambda self, error, loss: original(self, error, loss) if loss is not Loss.DEATH else []
 
 
 def _counts_no_move_that_went_well(original: Any) -> Any:
@@ -122,7 +117,7 @@ def _counts_no_move_that_went_well(original: Any) -> Any:
 
 
 def _refuses_in_silence(original: Any) -> Any:
-    return lambda self, session, request_id, error: self._forget(request_id)
+    return lambda self, request_id, error: None
 
 
 def _tells_the_last_step_alone(original: Any) -> Any:
@@ -159,9 +154,9 @@ MUTATIONS: list[tuple[Any, str, Callable[[Any], Any], Plan]] = [
     (KvConnector, "_released", _keeps_exports, _CALM),
     (Dispatcher, "_withdraw", _keeps_reservations, _CALM),
     (Dispatcher, "_leave_queue", _keeps_the_queue_s_deadline, _FULL),
-    (Dispatcher, "_lose", _leaves_requests_with_the_dead, _DYING),
+    (Flight, "on_worker_lost", _leaves_requests_with_the_dead, _DYING),
     (RequestCounts, "_count_move", _counts_no_move_that_went_well, _DYING),
-    (SessionHub, "_refuse", _refuses_in_silence, _REFUSING),
+    (SessionOutbox, "refusal", _refuses_in_silence, _REFUSING),
     (SessionOutbox, "output", _tells_the_last_step_alone, _SLOW),
     (Scheduler, "fetch_done", _trusts_what_did_not_come, _TORN),
     (Pulls, "done", _forgets_what_was_not_pulled, _CALM),
