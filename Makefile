@@ -14,13 +14,11 @@ JOBS ?= 2
 TRITON ?= $(HOME)/.cache/tanghulu/triton
 # What make coverage runs: tracing costs half as much CPU time again (3.11), so not the whole suite.
 COVERAGE_TESTS ?= tests/auth tests/discovery tests/rpc $(addprefix tests/conductor/,dispatch index peers routing stories text tools)
-# Slow tests without processes and deadlines of their own: they take what the others, which often wait, leave of the
-# cores. Linux shares those out by session first, hence a session of its own. Lives of the simulations follow from their
-# seed and from the order of sets.
+# Slow tests without processes and deadlines of their own, so that they can run side by side. Lives of the simulations
+# follow from their seed and from the order of sets.
 IN_PROCESS := tests/cluster_sim tests/store/sim tests/transfer_engine/sim tests/store/master/test_range_election.py \
   tests/conductor/http/test_openapi.py tests/conductor/text tests/conductor/tools tests/workers/test_smollm2.py \
   $(addprefix tests/workers/,compute engine weights)
-WHEN_IDLE := setsid -w sh -c '{ echo 19 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$$@"' sh
 
 # Tests start hundreds of processes: each would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,14 +42,8 @@ test: $(VENV)/.ready ## the quick suite, with real processes and the real model
 	$(PY) -m pytest -n $(JOBS) -m "not slow and not engine_vllm and not engine_lmcache and not engine_mooncake and not engine_sglang" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
-	$(MAKE) -j 2 test-slow-processes test-slow-in-process
-
-test-slow-processes: $(VENV)/.ready
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(IN_PROCESS)
 	$(PY) -m pytest -m "slow and not rdma and not by_hand" $(PYTEST_FLAGS) $(addprefix --ignore=,$(IN_PROCESS))
-
-test-slow-in-process: $(VENV)/.ready
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(WHEN_IDLE) $(PY) -m pytest -n $(JOBS) -m "slow and not rdma and not by_hand" \
-	  --timeout 1800 $(PYTEST_FLAGS) $(IN_PROCESS)
 
 test-kernels: $(VENV)/.ready ## Triton's kernels in its interpreter, on CPUs; the first time fetches triton (290 MB)
 	test -d $(TRITON)/triton || python3 -m pip install -q --no-deps --target $(TRITON) triton==3.9.0
@@ -128,4 +120,4 @@ protos: $(VENV)/.ready ## regenerate the committed protobuf code
 client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
 	$(PY) tools/generate_client.py
 
-.PHONY: audit docs release help up test test-slow test-slow-processes test-slow-in-process test-kernels test-by-hand test-engines test-torch-211 test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client
+.PHONY: audit docs release help up test test-slow test-kernels test-by-hand test-engines test-torch-211 test-rdma chaos coverage check bench bench-store bench-transfer bench-gpu protos client
