@@ -1,6 +1,6 @@
 """Write docs/reference/: what the code itself says of its commands, options, errors, messages, Python API and metrics.
 
-Writes also the list of environment variables against which every command checks those that are set.
+Writes also the list of all settings, with which every command checks environment variables and configuration files.
 
 python tools/reference.py               # all but the metrics
 python tools/reference.py --check       # fail if these are not what the code says
@@ -26,12 +26,12 @@ from reference_pages import configuration, protos, python_api
 
 from tanghulu import errors
 from tanghulu.cli.main import EXIT_CODES, load_command, root
-from tanghulu.runtime.config import variables_of
+from tanghulu.runtime.config import settings_of
 from tanghulu.web.errors import status_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
-VARIABLES = ROOT / "src/tanghulu/cli/variables.txt"
+SETTINGS = ROOT / "src/tanghulu/cli/settings.txt"
 _NOTE = "<!-- Written by tools/reference.py. -->\n"
 _START_S = 120.0
 #: Of another program (python_*, process_*): its page says what they are.
@@ -53,11 +53,12 @@ def commands() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def variables() -> str:
-    """The environment variables of all commands, a line each."""
+def settings() -> str:
+    """The settings of all commands, a line each."""
     with click.Context(root) as context:
-        found = [load_command(name) for name in root.list_commands(context)]
-    return "".join(f"{name}\n" for name in sorted(variables_of([root, *filter(None, found)])))
+        found = {name: load_command(name) for name in root.list_commands(context)}
+    listed = settings_of({name: command for name, command in found.items() if command is not None})
+    return "".join(f"{' '.join(each).rstrip()}\n" for each in sorted(listed))
 
 
 def processes() -> Iterator[tuple[str, click.Command]]:
@@ -195,7 +196,7 @@ def main(arguments: list[str]) -> int:
         FOLDER / "errors.md": typed_errors(),
         FOLDER / "protos.md": _titled("Messages over gRPC", protos.page(ROOT / "protos")),
         FOLDER / "python.md": _titled("Python API", python_api.page()),
-        VARIABLES: variables(),
+        SETTINGS: settings(),
     }
     if "--check" in arguments:
         stale = [page.relative_to(ROOT) for page, text in pages.items() if _kept(page) != text]

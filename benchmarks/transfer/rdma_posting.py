@@ -88,9 +88,7 @@ class NullPair(QueuePair):
     def post(self, works: Any, tell: Any) -> None:
         super().post(works, tell)
         self._completed += [
-            WorkCompletion(work.work_id, "", False, False)
-            for work, signalled in zip(works, tell, strict=True)
-            if signalled
+            WorkCompletion(work.work_id, "", False) for work, signalled in zip(works, tell, strict=True) if signalled
         ]
 
     def poll(self) -> list[WorkCompletion]:

@@ -9,7 +9,7 @@ import sys
 import click
 import pytest
 
-from tanghulu.cli.main import _all_commands, root
+from tanghulu.cli.main import load_command, root
 from tanghulu.cli.up import without_options
 from tanghulu.errors import ConfigError
 
@@ -110,7 +110,8 @@ def test_help_names_every_command_without_importing_them():
 
 
 def _numeric_options():
-    for name, command in _all_commands().items():
+    for name in root.list_commands(click.Context(root)):
+        command = load_command(name)
         for each in command.commands.values() if isinstance(command, click.Group) else [command]:
             for option in each.params:
                 yield f"{name} {each.name} --{option.name}", option

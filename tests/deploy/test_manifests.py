@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.tls import HTTP1, ServerTls
-from tanghulu.cli.main import load_command, root
+from tanghulu.cli.main import load_command
 from tanghulu.cli.secure import prepare
-from tanghulu.runtime.config import variables_of
+from tanghulu.runtime.config import settings_of
 from tanghulu.runtime.metrics_server import MetricsServer
 from tanghulu.version import __version__
 from tests.tls_files import Authority
@@ -98,7 +98,10 @@ def _check_arguments(words: list[str]) -> None:
 
 def _known_variables() -> set[str]:
     commands = ("master", "node", "prefill", "decode", "conductor")
-    return variables_of([root, *(_command_of([name]) for name in commands)])
+    return {
+        "TANGHULU_CONFIG",
+        *(each.variable for each in settings_of({name: _command_of([name]) for name in commands})),
+    }
 
 
 @pytest.mark.parametrize("secure", [False, True])

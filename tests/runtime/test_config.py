@@ -17,8 +17,8 @@ from tanghulu.runtime.config import (
     load_toml,
     option,
     refuse_unknown_variables,
+    settings_of,
     variables,
-    variables_of,
 )
 from tanghulu.types import Address
 
@@ -62,7 +62,7 @@ def test_debug_sets_the_fields_of_developers(invoke, tmp_path):
     assert (config.seed, config.checks, config.status_fd) == (7, True, 3)
     file = tmp_path / "t.toml"
     file.write_text('[probe]\ndebug = ["seed=8"]\n')
-    _, config = invoke(toml=load_toml(file, invoke.commands))
+    _, config = invoke(toml=load_toml(file, settings_of(invoke.commands)))
     assert (config.seed, config.checks) == (8, False)
     shown = invoke("--help")[0].output
     assert "--debug KEY=VALUE" in shown
@@ -88,7 +88,7 @@ def test_debug_options_name_themselves(invoke, flags, message):
 def test_flag_beats_variable_beats_toml(invoke, tmp_path):
     file = tmp_path / "t.toml"
     file.write_text('memory = "3MiB"\n[probe]\nport = 1\neviction = "fifo"\n')
-    toml = load_toml(file, invoke.commands)
+    toml = load_toml(file, settings_of(invoke.commands))
     _, config = invoke("--port", "3", env={"TANGHULU_PORT": "2", "TANGHULU_EVICTION": "lru"}, toml=toml)
     assert (config.port, config.eviction, config.memory) == (3, "lru", 3 << 20)
 
@@ -109,7 +109,7 @@ def test_bad_flags_name_themselves(invoke, flags, named):
 
 
 def test_an_unknown_variable_names_itself_and_what_was_meant(invoke, monkeypatch):
-    known = variables_of([click.Group("all", commands=invoke.commands)])
+    known = {each.variable for each in settings_of({"all": click.Group("all", commands=invoke.commands)})}
     assert known >= {"TANGHULU_PORT", "TANGHULU_MEMORY"}
     monkeypatch.setenv("TANGHULU_PORT", "1")
     refuse_unknown_variables(known)
@@ -134,7 +134,7 @@ def test_what_kubernetes_sets_for_services_of_this_name_is_no_option(invoke, mon
         monkeypatch.setenv(name, value)
     forget_service_variables()
     assert variables() == {"TANGHULU_MEMORY"}
-    refuse_unknown_variables(variables_of(invoke.commands.values()))
+    refuse_unknown_variables({each.variable for each in settings_of(invoke.commands)})
     _, config = invoke()
     assert (config.port, config.memory) == (7400, 3 << 20)
 
@@ -153,7 +153,7 @@ def test_bad_toml_names_the_key(invoke, tmp_path, text, named):
     file = tmp_path / "t.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=named):
-        load_toml(file, invoke.commands)
+        load_toml(file, settings_of(invoke.commands))
 
 
 @pytest.mark.parametrize("value", ["[80]", "true", "2021-01-01", "{ a = 1 }", "80.5", '"eighty"', "nan"])
@@ -163,7 +163,7 @@ def test_a_value_of_another_type_is_refused(invoke, tmp_path, table, value):
     file.write_text(f"{table}port = {value}")
     read = value in ("80.5", '"eighty"', "nan")  # as text, which is no number of a port
     with nullcontext() if read else pytest.raises(ConfigError, match="port"):
-        result, config = invoke(toml=load_toml(file, invoke.commands))
+        result, config = invoke(toml=load_toml(file, settings_of(invoke.commands)))
         assert (result.exit_code, config) == (2, None)
         assert "--port" in result.output
 
@@ -173,18 +173,18 @@ def test_values_of_a_file_are_read_as_those_of_a_command_line(tmp_path):
     commands = {"probe": click.Command("probe", params=params)}
     file = tmp_path / "t.toml"
     file.write_text('[probe]\nflag = true\nname = 5\nhost = ["a", "b"]')
-    assert load_toml(file, commands) == {"probe": {"flag": True, "name": "5", "host": ["a", "b"]}}
+    assert load_toml(file, settings_of(commands)) == {"probe": {"flag": True, "name": "5", "host": ["a", "b"]}}
     file.write_text('[probe]\nhost = "a"')
-    assert load_toml(file, commands) == {"probe": {"host": ["a"]}}
+    assert load_toml(file, settings_of(commands)) == {"probe": {"host": ["a"]}}
     for text in ("flag = 1", "flag = [true]", 'name = ["a"]', "name = false", "host = [[1]]"):
         file.write_text(f"[probe]\n{text}")
         with pytest.raises(ConfigError, match="must be"):
-            load_toml(file, commands)
+            load_toml(file, settings_of(commands))
 
 
 def test_a_file_without_an_end_is_refused(invoke):
     with pytest.raises(ConfigError, match="more than 16"):
-        load_toml(Path("/dev/zero"), invoke.commands)
+        load_toml(Path("/dev/zero"), [])
 
 
 def test_a_command_of_a_group_has_a_table_of_its_own(invoke, tmp_path):
@@ -193,7 +193,7 @@ def test_a_command_of_a_group_has_a_table_of_its_own(invoke, tmp_path):
     commands = {**invoke.commands, "store": click.Group("store", commands={**invoke.commands, "ls": listing})}
     file = tmp_path / "t.toml"
     file.write_text('master = "h:1"\n[probe]\nport = 1\n[store.probe]\nport = 2\n[store.ls]\nmaster = "h:3"\n')
-    assert load_toml(file, commands) == {
+    assert load_toml(file, settings_of(commands)) == {
         "probe": {"master": "h:1", "port": "1"},
         "store": {"probe": {"master": "h:1", "port": "2"}, "ls": {"master": "h:3"}},
     }
@@ -208,7 +208,7 @@ def test_a_command_of_a_group_has_a_table_of_its_own(invoke, tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=named):
-            load_toml(file, commands)
+            load_toml(file, settings_of(commands))
 
 
 def test_the_printed_configuration_hides_secrets():

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from tanghulu.errors import TanghuluError
-from tanghulu.runtime.config import forget_service_variables, load_toml, refuse_unknown_variables
+from tanghulu.runtime.config import Setting, forget_service_variables, load_toml, refuse_unknown_variables
 from tanghulu.runtime.limits import require_descriptors
 from tanghulu.types import printable
 from tanghulu.version import __version__
@@ -50,6 +50,8 @@ _COMMANDS = {
     "plan": ("tanghulu.cli.plan", "COMMAND", "Forecast what another worker, memory or an SSD would do."),
     "curve": ("tanghulu.cli.curve", "COMMAND", "Show the hits that less or more memory would bring."),
 }
+
+_CONFIG = "TANGHULU_CONFIG"
 
 #: Exit codes of typed errors, for scripts. 2 is click's own for an invalid command line.
 EXIT_CODES = {
@@ -96,7 +98,7 @@ def load_command(name: str) -> click.Command | None:
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="tanghulu")
-@click.option("--config", type=click.Path(path_type=Path), envvar="TANGHULU_CONFIG", help="TOML file with options.")
+@click.option("--config", type=click.Path(path_type=Path), envvar=_CONFIG, help="TOML file with options.")
 @click.pass_context
 def root(ctx: click.Context, config: Path | None) -> None:
     """A distributed KV-cache store with a conductor for LLM inference."""
@@ -104,19 +106,16 @@ def root(ctx: click.Context, config: Path | None) -> None:
         ctx.obj()
     require_descriptors()
     forget_service_variables()
-    refuse_unknown_variables(_known_variables())
+    settings = all_settings()
+    refuse_unknown_variables({_CONFIG, *(each.variable for each in settings)})
     if config is not None:
-        ctx.default_map = load_toml(config, _all_commands())
+        ctx.default_map = load_toml(config, settings)
 
 
-def _known_variables() -> set[str]:
-    """Return the TANGHULU_* variables of all commands. They are in a file, as importing all commands takes seconds."""
-    return set(resources.files("tanghulu.cli").joinpath("variables.txt").read_text().split())
-
-
-def _all_commands() -> dict[str, click.Command]:
-    loaded = {name: load_command(name) for name in _COMMANDS}
-    return {name: found for name, found in loaded.items() if found is not None}
+def all_settings() -> list[Setting]:
+    """Return the settings of all commands. They are in a file, because importing all commands takes seconds."""
+    lines = resources.files("tanghulu.cli").joinpath("settings.txt").read_text().splitlines()
+    return [Setting(*line.split()) for line in lines]
 
 
 class OutputFailed(TanghuluError):

@@ -73,7 +73,7 @@ def dial(
     except ssl.SSLCertVerificationError as error:
         raise Unauthorized(f"{address} has a certificate for another name or role: {error.verify_message}") from error
     except OSError as error:
-        raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error}") from error
+        raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error.strerror or error}") from error
     lose_in_children(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)

@@ -18,7 +18,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import click
 
@@ -258,14 +258,31 @@ def forget_service_variables() -> None:
             del os.environ[key]
 
 
-def variables_of(commands: Iterable[click.Command]) -> set[str]:
-    """Return the variables read by ``commands`` (and the commands of groups among them)."""
-    known: set[str] = set()
-    for each in commands:
-        known |= {p.envvar for p in each.params if isinstance(p.envvar, str)}
+class Setting(NamedTuple):
+    """An option of a command that a configuration file can set."""
+
+    command: str  #: for example ``node``, or ``store.serve`` in a group
+    key: str
+    form: str  #: of its values: ``flag``, ``list`` or ``text``
+    variable: str = ""
+
+
+def settings_of(commands: Mapping[str, click.Command], group: str = "") -> Iterator[Setting]:
+    """Yield the settings of ``commands``; in groups only options with a variable, because the rest is for one call."""
+    for name, each in commands.items():
         if isinstance(each, click.Group):
-            known |= variables_of(each.commands.values())
-    return known
+            yield from settings_of(each.commands, f"{group}{name}.")
+            continue
+        for parameter in each.params:
+            variable = parameter.envvar if isinstance(parameter.envvar, str) else ""
+            if parameter.name and (variable or not group):
+                yield Setting(f"{group}{name}", parameter.name, _form(parameter), variable)
+
+
+def _form(parameter: click.Parameter) -> str:
+    if not isinstance(parameter, click.Option):
+        return "text"
+    return "flag" if parameter.is_flag else "list" if parameter.multiple else "text"
 
 
 def refuse_unknown_variables(known: set[str]) -> None:
@@ -274,7 +291,7 @@ def refuse_unknown_variables(known: set[str]) -> None:
         raise ConfigError(f"environment variable {key} is unknown{_hint(key, known)}")
 
 
-def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+def load_toml(path: Path, settings: Iterable[Setting]) -> dict[str, Any]:
     """Return click's ``default_map`` from a TOML file: top-level keys for all commands that have them, tables for one.
 
     The table of a command in a group is ``[store.serve]``.
@@ -283,7 +300,9 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
     type that the option does not accept. Numbers become text, which is parsed as on a command line.
     """
     data = read_table(path)
-    known = dict(_leaves((), commands))
+    known: dict[_Words, dict[str, Setting]] = {}
+    for setting in settings:
+        known.setdefault(tuple(setting.command.split(".")), {})[setting.key] = setting
     everywhere = {key for keys in known.values() for key in keys}
     defaults: dict[str, Any] = {}
     for key, value in data.items():
@@ -297,32 +316,19 @@ def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, An
     return defaults
 
 
-def _as_given(path: Path, parameter: click.Parameter, value: Any) -> Any:
+def _as_given(path: Path, setting: Setting, value: Any) -> Any:
     """Convert ``value`` to the form its option takes."""
-    is_flag = isinstance(parameter, click.Option) and parameter.is_flag
-    is_multiple = isinstance(parameter, click.Option) and parameter.multiple
-    given: list[Any] = value if is_multiple and isinstance(value, list) else [value]
+    is_flag, is_list = setting.form == "flag", setting.form == "list"
+    given: list[Any] = value if is_list and isinstance(value, list) else [value]
     if not {type(each) for each in given} <= ({str, bool} if is_flag else {str, int, float}):
         wanted = "true or false" if is_flag else "text or a number"
-        raise ConfigError(f"{path}: {parameter.name} is {json.dumps(value, default=str)}; it must be {wanted}")
+        raise ConfigError(f"{path}: {setting.key} is {json.dumps(value, default=str)}; it must be {wanted}")
     texts = [each if isinstance(each, str | bool) else str(each) for each in given]
-    return texts if is_multiple else texts[0]
+    return texts if is_list else texts[0]
 
 
 #: The words of a command line, such as ("store", "serve").
 _Words = tuple[str, ...]
-
-
-def _leaves(
-    words: _Words, commands: Mapping[str, click.Command]
-) -> Iterator[tuple[_Words, dict[str, click.Parameter]]]:
-    """Yield the keys of each command; in groups only those with a variable: the rest is for one call."""
-    for name, each in commands.items():
-        if isinstance(each, click.Group):
-            yield from _leaves((*words, name), each.commands)
-        else:
-            own = (p for p in each.params if not words or isinstance(p.envvar, str))
-            yield (*words, name), {p.name: p for p in own if p.name}
 
 
 def _table_of(defaults: dict[str, Any], words: _Words) -> dict[str, Any]:
@@ -335,7 +341,7 @@ def _take_table(
     path: Path,
     words: _Words,
     values: dict[str, Any],
-    known: Mapping[_Words, Mapping[str, click.Parameter]],
+    known: Mapping[_Words, Mapping[str, Setting]],
     defaults: dict[str, Any],
 ) -> None:
     table = ".".join(words)
@@ -343,15 +349,15 @@ def _take_table(
     if words not in known and not below:
         names = {".".join(each) for each in known}
         raise ConfigError(f"{path}: table [{table}] is unknown{_hint(table, names)}")
-    parameters = known.get(words, {})
-    keys = parameters.keys() | below
+    settings = known.get(words, {})
+    keys = settings.keys() | below
     for key, value in values.items():
         if key not in keys or isinstance(value, dict) != (key in below):
             raise ConfigError(f"{path}: key {key!r} in [{table}] is unknown{_hint(key, keys)}")
         if key in below:
             _take_table(path, (*words, key), value, known, defaults)
         else:
-            _table_of(defaults, words)[key] = _as_given(path, parameters[key], value)
+            _table_of(defaults, words)[key] = _as_given(path, settings[key], value)
 
 
 def _hint(name: str, known: set[str]) -> str:

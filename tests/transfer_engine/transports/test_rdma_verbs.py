@@ -141,8 +141,8 @@ def test_works_and_their_ends(pair: QueuePair, verbs: FakeVerbs):
     assert verbs.chains == [[1, 2, 3], [1]]
     verbs.done = [(2, 0), (3, 12), (4, 5), (5, 5), (6, 5)]
     assert pair.poll() == [
-        WorkCompletion(2, "", False, False), WorkCompletion(3, "RETRY_EXC_ERR", False, False),
-        WorkCompletion(4, "WR_FLUSH_ERR", True, False), WorkCompletion(5, "WR_FLUSH_ERR", True, False),
+        WorkCompletion(2, "", False), WorkCompletion(3, "RETRY_EXC_ERR", False),
+        WorkCompletion(4, "WR_FLUSH_ERR", False), WorkCompletion(5, "WR_FLUSH_ERR", False),
     ]  # fmt: skip
     assert [each.work_id for each in pair.poll()] == [6]
     assert pair.poll() == []

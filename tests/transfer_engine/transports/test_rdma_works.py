@@ -94,12 +94,12 @@ def test_completions():
     entries = b"".join(struct.pack("<QiiII", 70 + n, status, 0, 0, 0) + bytes(24) for n, status in enumerate(statuses))
     ctypes.memmove(ring.address, entries, len(entries))
     assert ring.take(4) == [
-        WorkCompletion(70, "", False, False),
-        WorkCompletion(71, "WR_FLUSH_ERR", True, False),
-        WorkCompletion(72, "REM_ACCESS_ERR", False, True),
-        WorkCompletion(73, "status 99", False, False),
+        WorkCompletion(70, "", False),
+        WorkCompletion(71, "WR_FLUSH_ERR", False),
+        WorkCompletion(72, "REM_ACCESS_ERR", True),
+        WorkCompletion(73, "status 99", False),
     ]
-    assert ring.take(1) == [WorkCompletion(70, "", False, False)]
+    assert ring.take(1) == [WorkCompletion(70, "", False)]
 
 
 def follow(address: int) -> list[tuple[WorkRequest, bool]]:

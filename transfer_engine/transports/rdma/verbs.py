@@ -392,7 +392,6 @@ class WorkCompletion(NamedTuple):
 
     work_id: int
     fault: str
-    flushed: bool
     access: bool
 
 
@@ -451,6 +450,6 @@ class CompletionRing:
 
 def _completed(work_id: int, status: int) -> WorkCompletion:
     if status == 0:
-        return WorkCompletion(work_id, "", False, False)
+        return WorkCompletion(work_id, "", False)
     fault = abi.STATUS[status] if 0 < status < len(abi.STATUS) else f"status {status}"
-    return WorkCompletion(work_id, fault, fault == "WR_FLUSH_ERR", fault in _ACCESS_FAULTS)
+    return WorkCompletion(work_id, fault, fault in _ACCESS_FAULTS)
