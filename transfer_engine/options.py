@@ -55,7 +55,7 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
         raise ConfigError(f"--transports {options.transports}: name some of {', '.join(TRANSPORTS)}, each once")
     if NOTICE_TRANSPORT not in transports:
         raise ConfigError(
-            f"--transports {options.transports}: {NOTICE_TRANSPORT} must be among them, it carries control and notices"
+            f"--transports {options.transports}: {NOTICE_TRANSPORT} must be among them; it carries control and notices"
         )
     rdma = _names(options.rdma_devices)
     if rdma and "rdma" not in transports:
@@ -102,7 +102,10 @@ def _topology(options: TransferOptions) -> Topology | None:
     topology = load(None if options.topology in ("", "auto") else options.topology)
     usable = {each.name for each in topology.usable}
     if not usable:
-        raise ConfigError(f"--topology {options.topology}: no device besides the loopback is up and has an address")
+        raise ConfigError(
+            f"--topology {options.topology or 'auto'}: no network device except the loopback is up with an address; "
+            "bring one up, or omit --topology and --tcp-devices"
+        )
     strangers = [name for name in wanted if name not in usable]
     if strangers:
         raise ConfigError(

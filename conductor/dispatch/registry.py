@@ -195,7 +195,7 @@ class Registry:
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
-            raise ModelNotFound(f"the model {name!r} does not exist; there is {', '.join(self.models)}")
+            raise ModelNotFound(f"the model {name!r} does not exist; this cluster serves {', '.join(self.models)}")
         return self.models[name]
 
     def served(self) -> list[ServedModel]:
@@ -377,7 +377,9 @@ class Registry:
 
     def _begin(self, worker: RegisteredWorker, session: AnySession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
-            raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
+            raise NodeUnavailable(
+                f"worker {welcome.instance_id} answers at {worker.instance.address}, where {worker.id} is registered"
+            )
         worker.session, worker.last_error, worker.beat_s = session, "", welcome.beat_s
         if self._worker_timeout_s:
             now_s = asyncio.get_running_loop().time()

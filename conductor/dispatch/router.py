@@ -200,7 +200,9 @@ class Router:
                     f"the request names worker {worker!r}, which is not registered; registered workers: {there}"
                 )
             if self._registry.workers[worker].takes_whole_requests and overrides.decode not in ("", overrides.prefill):
-                raise InvalidRequest(f"worker {worker!r} takes requests whole; wish for one worker for both phases")
+                raise InvalidRequest(
+                    f"worker {worker!r} takes requests whole; name it for both phases, or name no decode worker"
+                )
 
     def rest_s(self, flight: Flight, model: ServedModel) -> float:
         """Return seconds of prefill for the tokens of ``flight`` not cached anywhere, on the fastest worker."""

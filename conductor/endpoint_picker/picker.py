@@ -107,7 +107,7 @@ class EndpointPicker:
             )
         named = self.service.ranked(free, query, now_s, MAX_NAMED)
         if not named:
-            raise NodeUnavailable("no endpoint can take the request")
+            raise NodeUnavailable(f"none of {len(free)} endpoints can take the request")
         pick = Pick(query, tuple(worker.id for worker in named))
         self._count(pick, pick.endpoints[0], now_s)
         return pick

@@ -66,12 +66,12 @@ class EngineCall:
         }
         if asked := next((name for name, value in unoffered.items() if value), ""):
             raise InvalidRequest(
-                f"{asked}: worker {server.id} is a plain {server.engine} server, which does not offer that"
+                f"{asked}: worker {server.id} is a plain {server.engine} server, which does not support it"
             )
         if self.num_generated and self.request.sampling.grammar is not None:
             raise TanghuluError(
-                f"the worker was lost after {self.num_generated} tokens of a text under a grammar, and a plain "
-                f"{server.engine} server cannot continue one; send the request again"
+                f"the worker was lost after {self.num_generated} tokens of an answer bound to a grammar, which "
+                f"a plain {server.engine} server cannot continue; send the request again"
             )
 
 
@@ -126,7 +126,7 @@ def decoded(data: bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise NodeUnavailable(f"{what} sent an answer of another form than its engine's: {error}") from error
+        raise NodeUnavailable(f"{what} sent an answer unlike its engine's: {error}; is it the engine given?") from error
 
 
 class EngineDialect(ABC):

@@ -65,7 +65,7 @@ def parse_sources(text: str) -> dict[InstanceId, EventEndpoints]:
         worker, _, addresses = part.partition("=")
         what = f"event source {part!r} (worker=tcp://host:port[|tcp://host:port])"
         if not worker or not addresses:
-            raise ConfigError(f"{what} lacks the worker or its address")
+            raise ConfigError(f"{what} lacks the worker or its address; give both")
         sources[InstanceId(worker)] = EventEndpoints.parse(addresses, what)
     return sources
 

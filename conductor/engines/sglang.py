@@ -127,7 +127,7 @@ class SglangDialect(EngineDialect):
         if sampling.grammar is not None:
             kind, text = sampling.grammar
             if kind == "lark":
-                raise InvalidRequest("a Lark grammar: SGLang does not offer that; send a JSON schema or a regex")
+                raise InvalidRequest("SGLang does not support Lark grammars; send a JSON schema or a regex")
             params[kind] = text
         more = {"priority": call.request.priority, "cache_salt": call.cache_salt, "lora_path": call.adapter}
         if sampling.num_logprobs is not None:

@@ -136,7 +136,7 @@ def _chat(chat: pb.Chat) -> dict[str, Any]:
     if sum(marks_of(text.encode()) for text in texts) > MAX_CHAT_MARKS:
         raise BadField(f"tools and chat_template_kwargs exceed {MAX_CHAT_MARKS} JSON values; shorten them", "tools")
     if (num_calls := sum(len(each.tool_calls) for each in messages)) > MAX_PARTS:
-        raise BadField(f"messages have {num_calls} calls; the limit is {MAX_PARTS}", "messages")
+        raise BadField(f"messages have {num_calls} tool calls in total; the limit is {MAX_PARTS}", "messages")
     fields["messages"] = [_message(each) for each in messages]
     if tools:
         fields["tools"] = [{"type": "function", "function": _function(each)} for each in tools]

@@ -402,7 +402,7 @@ class _MadeOnce:
     def _pattern(self, source: str) -> StopPattern:
         if source not in self._patterns:
             if len(self._patterns) >= MAX_DIFFERENT_PATTERNS:
-                raise BadField(f"a request has at most {MAX_DIFFERENT_PATTERNS} different stop_regex", "stop_regex")
+                raise BadField(f"more than {MAX_DIFFERENT_PATTERNS} different stop_regex; use fewer", "stop_regex")
             self._patterns[source] = StopPattern(source)
         return self._patterns[source]
 
@@ -436,7 +436,9 @@ def _grammar(fields: SamplingFields) -> tuple[str, str] | tuple[None, None]:
         raise BadField(f"{' and '.join(given)} each set a grammar; give only one", list(given)[-1].partition(".")[0])
     for name, (kind, text) in given.items():
         if len(text) > MAX_GRAMMAR_CHARS:
-            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters; shorten it", name.partition(".")[0])
+            raise BadField(
+                f"{name} has {len(text)} characters; the limit is {MAX_GRAMMAR_CHARS}", name.partition(".")[0]
+            )
         return kind, text
     return None, None
 

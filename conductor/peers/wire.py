@@ -14,7 +14,7 @@ from typing import TypeAlias
 from tanghulu.auth.certificate_roles import CONDUCTOR, require_role
 from tanghulu.auth.credentials import Credentials
 from tanghulu.auth.tenants import Right
-from tanghulu.conductor.peers.outbox import News, OwnRequests
+from tanghulu.conductor.peers.outbox import MAX_PEERS, News, OwnRequests
 from tanghulu.errors import Overloaded
 from tanghulu.rpc import greeting
 from tanghulu.rpc.fast_server import AnswerStream, FastService, Peer
@@ -79,7 +79,7 @@ class PeerService:
         changed = asyncio.Event()
         outbox = self._own.follow(changed.set)
         if outbox is None:
-            raise Overloaded("too many conductors follow this one")
+            raise Overloaded(f"{MAX_PEERS} conductors follow this one already, the maximum; run fewer conductors")
         try:
             while True:
                 changed.clear()

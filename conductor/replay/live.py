@@ -60,8 +60,8 @@ def check_lengths(requests: Sequence[TraceRequest], context_tokens: int, scale: 
     if longest > context_tokens:
         enough = -(-longest * scale // context_tokens)
         raise InvalidRequest(
-            f"the trace's longest request has {longest} tokens at --scale {scale}, the model takes {context_tokens}; "
-            f"--scale {enough} or more makes them short enough"
+            f"the trace's longest request has {longest} tokens at --scale {scale}, but the model takes at most "
+            f"{context_tokens}; use --scale {enough} or more"
         )
 
 

@@ -120,7 +120,7 @@ class ClusterOptions(HttpClientOptions):
     def __post_init__(self) -> None:
         for name in self.policies if self.policy else ():
             if name not in POLICY_NAMES:
-                raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
+                raise ConfigError(f"--policy {name!r} is unknown; known: {', '.join(POLICY_NAMES)}")
         check_bounds(self)
         self._refuse_pointless()
         _ = self.worker_speeds

@@ -86,7 +86,7 @@ def parse_weights(text: str, drawn_by: str = "") -> PolicyOptions:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
         if name not in WEIGHTS:
-            raise ConfigError(f"policy weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
+            raise ConfigError(f"policy weight {name!r} is unknown; known: {', '.join(WEIGHTS)}")
         try:
             weights[name] = float(value)
         except ValueError:

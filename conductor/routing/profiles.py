@@ -73,7 +73,7 @@ def _profile(where: str, given: Any, kind: type[P]) -> P:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ConfigError(f"{where}.{name} is {value!r}; it must be seconds of at least 0")
     if not any(constants.values()):
-        raise ConfigError(f"{where} has no constant above 0, so every decision would cost nothing")
+        raise ConfigError(f"{where} has no constant above 0, so every decision would cost nothing; set at least one")
     return kind(**{name: float(value) for name, value in constants.items()})
 
 
@@ -86,4 +86,4 @@ def _table(where: str, given: Any) -> dict[str, Any]:
 def _refuse_others(where: str, given: Mapping[str, Any], known: Any) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(f"{where}.{name} is unknown; there is {', '.join(known)}")
+            raise ConfigError(f"{where}.{name} is unknown; known: {', '.join(known)}")

@@ -236,7 +236,10 @@ class RoutingService:
         shown = restricted(every, query.overrides)
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
-            raise NodeUnavailable("no worker that could take the request is registered")
+            raise NodeUnavailable(
+                f"none of {len(every)} registered workers can take the request; check their roles, and the workers "
+                "that it names"
+            )
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
         if request_id:

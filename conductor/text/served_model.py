@@ -42,7 +42,8 @@ class ServedModel:
 
     def __init__(self, card: ModelCard, naming_key: bytes = b"") -> None:
         if card.block_hash not in HASH_FUNCTIONS:
-            raise ModelUnsupported(f"{card.model} hashes its blocks by {card.block_hash!r}, unknown here")
+            known = ", ".join(HASH_FUNCTIONS)
+            raise ModelUnsupported(f"{card.model} hashes its blocks with {card.block_hash!r}; known here: {known}")
         tokenizer_json = _inflate(card)
         self.card = card
         self._naming_key = naming_key

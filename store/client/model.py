@@ -75,8 +75,8 @@ def put_options(
         return _put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
     except TypeError:  # it cannot even be hashed
         raise InvalidRequest(
-            f"replicas={replicas!r}, pin={pin!r}, ttl_s={ttl_s!r}, prefer_node={prefer_node!r}, "
-            f"part_bytes={part_bytes!r}: expected numbers and names"
+            f"an option has a wrong type: replicas={replicas!r}, pin={pin!r}, ttl_s={ttl_s!r}, "
+            f"prefer_node={prefer_node!r}, visible={visible!r}, part_bytes={part_bytes!r}"
         ) from None
 
 

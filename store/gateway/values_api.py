@@ -269,7 +269,7 @@ def check_conditions(if_match: str | None, if_none_match: str | None, tag: str |
     Raises PreconditionFailed if If-Match does not name it.
     """
     if if_match is not None and not names_tag(if_match, tag, weakly=False):
-        raise PreconditionFailed(f"If-Match is {if_match[:80]}, and {f'the ETag is {tag}' if tag else 'there is none'}")
+        raise PreconditionFailed(f"If-Match is {if_match[:80]}, but {f'the ETag is {tag}' if tag else 'no such key'}")
     return if_none_match is not None and names_tag(if_none_match, tag, weakly=True)
 
 

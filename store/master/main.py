@@ -57,7 +57,7 @@ class MasterConfig(PortOptions, ProcessConfig):
     def __post_init__(self) -> None:
         PortOptions.__post_init__(self)
         if self.copy_rate < 1:
-            raise ConfigError(f"--copy-rate {self.copy_rate} is too low for any copy; raise it")
+            raise ConfigError(f"--copy-rate {self.copy_rate} must be at least 1 byte per second")
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
 

@@ -110,7 +110,7 @@ class NodeConfig(KvEventOptions, TransferOptions, MasterOptions, PortOptions, Pr
         if self.max_value and self.max_value < MAX_INLINE_BYTES:
             raise ConfigError(f"--max-value {self.max_value} is less than {format_size(MAX_INLINE_BYTES)}")
         if self.memory < 4096:
-            raise ConfigError(f"--memory {self.memory} is less than one page")
+            raise ConfigError(f"--memory {self.memory} is less than one page; give at least 4KiB")
         if (self.ssd_path is None) != (self.ssd_size == 0):
             raise ConfigError("give --ssd-path and --ssd-size together, or neither")
         if self.ssd_path is not None and self.ssd_size < MIN_SSD_BYTES:

@@ -173,7 +173,7 @@ def _refuse_extras(request: TransferRequest) -> None:
     if request.opcode is not Opcode.READ:
         raise InvalidRequest("checksum is for a READ; set verify for a WRITE")
     if not 0 <= request.checksum < 1 << 64:
-        raise InvalidRequest(f"checksum {request.checksum} is not a number of 64 bits")
+        raise InvalidRequest(f"checksum is {request.checksum}; it must be an unsigned 64-bit integer")
 
 
 def admit(request: TransferRequest, buffer: Buffer) -> AdmittedRequest | TanghuluError:

@@ -148,7 +148,7 @@ class DeviceStaging:
         if staging_bytes < least:
             raise ConfigError(
                 f"--kv-staging {format_size(staging_bytes)} is too small for blocks of "
-                f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and exports need {format_size(least)}"
+                f"{format_size(layout.block_bytes)}; it must be at least {format_size(least)}"
             )
         self._device = device
         self._num_helpers = min(NUM_HELPERS, staging_bytes // 2 // (2 * layout.block_bytes) - NUM_RINGS)

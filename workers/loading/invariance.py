@@ -45,7 +45,7 @@ def require_invariance(model: Model, num_threads: int, kv_dtype: str) -> bytes:
             if not all(map(torch.equal, first, answer)):
                 raise ConfigError(
                     f"--batch-invariant: torch {torch.__version__} on this {model.device.type} computes other bits "
-                    f"{name} than alone at once; use another --dtype or --device, or drop the option"
+                    f"{name} than alone in one chunk; use another --dtype or --device, or drop the option"
                 )
     finally:
         torch.set_num_threads(threads)

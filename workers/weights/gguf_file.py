@@ -159,7 +159,7 @@ def read_gguf_head(data: bytes | memoryview, name: str) -> GgufHead:
 def _read_head(reader: _Reader, name: str) -> GgufHead:
     magic, version = reader.take("4sI")
     if magic != _MAGIC:
-        raise ModelUnsupported(f"{name} is not a GGUF file (it begins with {magic!r})")
+        raise ModelUnsupported(f"{name} is not a GGUF file (it begins with {magic!r}); was it fully downloaded?")
     if version not in _VERSIONS:
         raise ModelUnsupported(f"{name} is GGUF version {version}; this worker reads {_VERSIONS}, little-endian")
     num_tensors, num_pairs = reader.take("QQ")

@@ -215,7 +215,11 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
                 reasoning += _text(item.content) or _text(item.summary)
                 continue
             case other:
-                raise BadField(f"items of type {other[:64]!r} are not supported", "input")
+                raise BadField(
+                    f"items of type {other[:64]!r} are not supported; send message, function_call, "
+                    "function_call_output or reasoning",
+                    "input",
+                )
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = reasoning
         reasoning = ""

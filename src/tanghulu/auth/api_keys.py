@@ -130,7 +130,7 @@ class ApiKeyTable:
             raise Unauthorized("unknown API key; it may have been revoked or belong to another cluster")
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
         if key.expires_unix_s is not None and key.expires_unix_s <= now_unix_s:
-            raise Unauthorized(f"key {key.name!r} has expired")
+            raise Unauthorized(f"key {key.name!r} has expired; ask the operator for a new one")
         return key
 
     def still_stands(self, key: ApiKey, now_unix_s: float) -> bool:

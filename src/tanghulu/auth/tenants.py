@@ -192,7 +192,7 @@ class TokenTable:
         entry = self._entry(credentials.token, addresses)
         now_unix_s = time.time() if now_unix_s is None else now_unix_s
         if entry.expires_unix_s is not None and entry.expires_unix_s <= now_unix_s:
-            raise Unauthorized(f"token {entry.name!r} has expired")
+            raise Unauthorized(f"token {entry.name!r} has expired; ask the store's operator for a new one")
         wanted = credentials.tenant
         if wanted and entry.tenant and wanted != entry.tenant:
             raise Unauthorized(f"token {entry.name!r} does not belong to tenant {wanted!r}")

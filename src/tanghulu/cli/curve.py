@@ -92,7 +92,7 @@ def _run(config: CurveConfig) -> None:
     for row in models:
         if config.tenant not in row["tenants"]:
             there = ", ".join(row["tenants"])
-            raise ConfigError(f"{row['model']} has no tenant {config.tenant!r}; there is {printable(there)}")
+            raise ConfigError(f"{row['model']} has no tenant {config.tenant!r}; known: {printable(there)}")
         if not config.json:
             _show(row, config.tenant)
     for number, row in enumerate(models) if config.plot else ():

@@ -263,7 +263,7 @@ def _touch(path: Path, data: bytes) -> None:
     except FileNotFoundError:  # deleted by a reader while this process was stalled
         _write(path, data)
     except OSError as error:
-        raise MasterUnavailable(f"cannot renew {path}: {error}") from error
+        raise MasterUnavailable(f"cannot renew the registration {path}: {error}") from error
 
 
 def _unlink(path: Path) -> None:

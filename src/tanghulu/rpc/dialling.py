@@ -71,7 +71,7 @@ def dial(
         else:
             raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
     except ssl.SSLCertVerificationError as error:
-        raise Unauthorized(f"{address} has a certificate for another name or role: {error.verify_message}") from error
+        raise Unauthorized(f"the certificate of {address} was refused: {error.verify_message}") from error
     except OSError as error:
         raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error.strerror or error}") from error
     lose_in_children(sock)

@@ -90,9 +90,7 @@ class AsyncFastConnection(asyncio.Protocol):
                 else:
                     raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
         except ssl.SSLCertVerificationError as error:
-            raise Unauthorized(
-                f"{address} has a certificate for another name or role: {error.verify_message}"
-            ) from error
+            raise Unauthorized(f"the certificate of {address} was refused: {error.verify_message}") from error
         except OSError as error:  # includes TimeoutError
             kind = PeerSilent if is_silence(error) else NodeUnavailable
             raise kind(f"cannot connect to {connection.peer}: {_why(error)}") from error

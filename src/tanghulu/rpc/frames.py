@@ -59,8 +59,8 @@ def decode_head(data: bytes | bytearray | memoryview, position: int = 0) -> tupl
     body_bytes, attachment_bytes, method, _flags, call_id = HEAD.unpack_from(data, position)
     if body_bytes > MAX_BODY_BYTES or attachment_bytes > MAX_ATTACHMENT_BYTES:
         raise InvalidRequest(
-            f"the peer announced a frame of {body_bytes} + {attachment_bytes} bytes, more than "
-            f"{MAX_BODY_BYTES} + {MAX_ATTACHMENT_BYTES}"
+            f"the peer announced a frame of {body_bytes} + {attachment_bytes} bytes (body + attachment), "
+            f"more than {MAX_BODY_BYTES} + {MAX_ATTACHMENT_BYTES}; is it a process of tanghulu?"
         )
     return body_bytes, attachment_bytes, method, call_id
 

@@ -50,7 +50,7 @@ class Inventories:
             self.states[inventory], self.owners[inventory] = InventoryState.LIVE, node_id
             return InventoryId(inventory)
         if len(self.states) >= MAX_INVENTORIES:
-            raise Overloaded(f"the directory has {MAX_INVENTORIES} reports of nodes, the most it can hold; try again")
+            raise Overloaded(f"the directory already has {MAX_INVENTORIES} node reports, the maximum; try again")
         self.states.append(InventoryState.LIVE)
         self.owners.append(node_id)
         self.counts.append(0)

@@ -176,7 +176,7 @@ async def test_begun_grammar_fails_plainly(fronts):
         await first.die()
         answer = await asking
         assert answer["status"] >= 500
-        assert "under a grammar" in answer["error"]["message"]
+        assert "bound to a grammar" in answer["error"]["message"]
 
 
 async def test_wrong_tokens_reject_the_server(fronts):

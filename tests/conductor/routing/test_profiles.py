@@ -34,7 +34,7 @@ def test_a_file_says_what_models_cost(tmp_path: Path, name: str, text: str):
     [
         ("{", "cannot read the profiles"),
         ('{"tiny": 3}', "tiny is not a table"),
-        ('{"tiny": {"prefil": {}}}', r"tiny\.prefil is unknown; there is prefill, decode"),
+        ('{"tiny": {"prefil": {}}}', r"tiny\.prefil is unknown; known: prefill, decode"),
         ('{"tiny": {"prefill": {"token": 1}}}', r"tiny\.prefill\.token is unknown"),
         ('{"tiny": {"decode": {"fixed_s": -1}}}', r"fixed_s is -1; it must be seconds"),
         ('{"tiny": {"decode": {"fixed_s": true}}}', r"fixed_s is True"),

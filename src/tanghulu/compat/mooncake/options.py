@@ -64,7 +64,7 @@ class SetupOptions:
         if not 0 < len(self.tenant_id) <= _MAX_TENANT:
             raise InvalidRequest(f"tenant_id {self.tenant_id!r:.80} does not have 1 to {_MAX_TENANT} characters")
         if self.global_segment_size < 0:
-            raise InvalidRequest(f"global_segment_size is {self.global_segment_size}; 0 offers no memory")
+            raise InvalidRequest(f"global_segment_size is {self.global_segment_size}; give 0 to offer no memory")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SetupOptions:
