@@ -116,7 +116,7 @@ DIAGRAMS = {
         ),
         (Arrow(0, 2), Arrow(1, 3), Arrow(2, 4, "hits"), Arrow(3, 4, "load"), Arrow(4, 5), Arrow(4, 6)),
     ),
-    "hand-off": Diagram(
+    "hand-over": Diagram(
         "The prefill worker computes, the decode worker pulls its blocks, the conductor passes the request on",
         (
             Box(1, 0, "conductor"),

@@ -95,7 +95,9 @@ def _command(command: click.Command, words: str) -> list[str]:
 
 def _option(option: click.Option) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    choices = f" One of {', '.join(option.type.choices)}." if isinstance(option.type, click.Choice) else ""
+    choices = (
+        f" One of {', '.join(filter(None, option.type.choices))}." if isinstance(option.type, click.Choice) else ""
+    )
     shown = option.show_default if isinstance(option.show_default, str) else option.default
     default = "" if shown in (None, "", ()) or not isinstance(shown, str | int | float) else f"`{shown}`"
     if option.is_flag and option.default is False:

@@ -83,7 +83,7 @@ def _device_lines(topology: Topology) -> list[str]:
         rows.append((each.name, each.address or "-", node, speed, "up" if each.up else "down"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, "?: the system does not say"] if any("?" in row for row in rows[1:]) else lines
+    return [*lines, "?: not reported by the system"] if any("?" in row for row in rows[1:]) else lines
 
 
 def _named(names: Sequence[str], usable: Collection[str]) -> str:

@@ -8,7 +8,7 @@ Example: a request is sent to a worker at 10.0, which reports with its first tok
 computed .3 s. These lie in the middle of the .5 s; the remaining .1 s is the way there and back. Tokens come until
 11.0: .5 s of decoding. If a worker reports more time than has passed, its report is scaled down to that.
 
-After a hand-over, the second worker's waiting and loading are the hand-off, and its computing is decoding.
+After a hand-over, the second worker's waiting and loading count as the hand-over, and its computing as decoding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Phase(Enum):
     KV_LOAD = "a worker fetches KV from the store or from another worker's cache"
     PREFILL = "a worker computes its prompt, up to the first token"
     KV_STORE = "a worker gives blocks to the store: what the request waits for; most is done behind the computation"
-    HAND_OFF = "a decode worker is chosen, has room, and pulls the KV"
+    HAND_OVER = "a decode worker is chosen, has room, and pulls the KV"
     DECODE = "further tokens come"
     UNREPORTED = (
         "at a worker that did not say what it did: it was lost or refused the request, or the request was aborted"
@@ -84,7 +84,7 @@ class Visit:
 
     worker: InstanceId
     sent_s: float
-    is_handed_off: bool
+    is_handed_over: bool
     reported: PhaseTimes | None = None
     reported_s: float = 0.0
     first_s: float | None = None
@@ -95,7 +95,7 @@ class Visit:
 
 _P: Final = Phase
 _PHASES: Final = (_P.WORKER_QUEUE, _P.KV_LOAD, _P.PREFILL, _P.KV_STORE, _P.DECODE)
-_PHASES_HANDED_OFF: Final = (_P.HAND_OFF, _P.HAND_OFF, _P.DECODE, _P.KV_STORE, _P.DECODE)
+_PHASES_HANDED_OVER: Final = (_P.HAND_OVER, _P.HAND_OVER, _P.DECODE, _P.KV_STORE, _P.DECODE)
 
 
 class Story:
@@ -152,9 +152,9 @@ class Story:
 
     def sent(self, worker: InstanceId, now_s: float) -> None:
         """Record that the request was sent to ``worker``."""
-        handed_off = self._phase is _P.HAND_OFF
+        handed_over = self._phase is _P.HAND_OVER
         self._turn(None, now_s)
-        self.visits.append(Visit(worker, now_s, handed_off))
+        self.visits.append(Visit(worker, now_s, handed_over))
 
     def report(self, now_s: float, reported: PhaseTimes | None = None) -> None:
         """Record tokens from the worker, or its phase times for the request so far, or both."""
@@ -167,7 +167,7 @@ class Story:
 
     def handed_over(self, now_s: float) -> None:
         self._leave(VisitEnd.HANDED_OVER, now_s)
-        self._turn(_P.HAND_OFF, now_s)
+        self._turn(_P.HAND_OVER, now_s)
 
     def lost(self, now_s: float) -> None:
         """Record that its worker was lost, or cannot continue it: it waits again."""
@@ -275,9 +275,9 @@ class Story:
         if visit.reported is not None:
             self._place(visit, visit.reported, number)
         elif visit.first_s is not None:
-            self._add(_P.DECODE if visit.is_handed_off else _P.PREFILL, visit.first_s, number)
+            self._add(_P.DECODE if visit.is_handed_over else _P.PREFILL, visit.first_s, number)
         if how is VisitEnd.HANDED_OVER:
-            self._add(_P.HAND_OFF, now_s, number)
+            self._add(_P.HAND_OVER, now_s, number)
         elif visit.first_s is not None:
             self._add(_P.DECODE, visit.last_s if how is VisitEnd.LOST else now_s, number)
         self._add(_P.UNREPORTED, now_s, number)
@@ -289,7 +289,7 @@ class Story:
         scale = passed_s / reported_s if reported_s > passed_s else 1.0
         at_s = visit.sent_s + max(0.0, passed_s - reported_s) / 2
         self._add(_P.TRANSIT, at_s, number)
-        for phase, length_s in zip(_PHASES_HANDED_OFF if visit.is_handed_off else _PHASES, seconds, strict=True):
+        for phase, length_s in zip(_PHASES_HANDED_OVER if visit.is_handed_over else _PHASES, seconds, strict=True):
             at_s += length_s * scale
             self._add(phase, min(at_s, visit.reported_s), number)
         self._add(_P.TRANSIT, visit.reported_s, number)

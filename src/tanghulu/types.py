@@ -28,6 +28,7 @@ ChunkKey = NewType("ChunkKey", str)
 LeaseId = NewType("LeaseId", int)
 
 MAX_KEY_BYTES = 1024
+#: Of a value anywhere; a node's own limit is ``--max-value`` and the room that it has.
 MAX_VALUE_BYTES = 1 << 40
 
 

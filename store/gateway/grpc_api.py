@@ -25,7 +25,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 A = TypeVar("A")
 
 #: The longest value in a message; gRPC's own bound for a message is larger.
-MAX_VALUE_BYTES: Final = 60 << 20
+MAX_MESSAGE_VALUE_BYTES: Final = 60 << 20
 _DEFAULT_LIMIT: Final = 1000
 _PINS: Final[dict[int, str]] = {pb.NONE: "none", pb.SOFT: "soft", pb.HARD: "hard"}
 _PIN_NUMBERS: Final[dict[str, Any]] = {name: number for number, name in _PINS.items()}
@@ -63,10 +63,10 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             if length is None:
                 validate_key(request.key)
                 length = (await store.stat(request.key)).size_bytes - request.offset
-            if length > MAX_VALUE_BYTES:
+            if length > MAX_MESSAGE_VALUE_BYTES:
                 raise InvalidRequest(
                     f"{format_size(length)} of {request.key!r} exceed a gRPC message; get at most "
-                    f"{format_size(MAX_VALUE_BYTES)} with offset and length, or the whole value over HTTP"
+                    f"{format_size(MAX_MESSAGE_VALUE_BYTES)} with offset and length, or the whole value over HTTP"
                 )
             self._hold(max(length, 0), context)
             with await store.get_range(request.key, request.offset, length) as chunk:

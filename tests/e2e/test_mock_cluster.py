@@ -193,7 +193,7 @@ def test_a_request_tells_its_story(mock_cluster: LiveCluster) -> None:
         "transit",
         "worker_queue",
         "prefill",
-        "hand_off",
+        "hand_over",
         "decode",
         "send",
     }

@@ -1,4 +1,4 @@
-"""`tanghulu up --secure` from another process: without keys every door is shut, with them all works, hand-offs too."""
+"""`tanghulu up --secure` from another process: without keys every door is shut, with them all works, hand-overs too."""
 
 from __future__ import annotations
 

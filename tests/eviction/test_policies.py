@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import random
+import re
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.eviction import POLICIES, Policy, make_policy
+from tanghulu.eviction import POLICIES, Policy, make_policy, simple
 from tanghulu.types import ChunkKey
 from tests.contracts.eviction import *  # noqa: F403 - all of the contract
 from tests.contracts.eviction import KEYS
 
 
-@pytest.fixture(params=sorted(POLICIES))
+def contributors_example() -> Policy:
+    """Mru of CONTRIBUTING.md, which tells how to add a policy."""
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    code = re.search(r"```python\n(   class Mru.+?)```", page, re.DOTALL)
+    assert code is not None
+    names = dict(vars(simple))
+    exec(textwrap.dedent(code[1]), names)
+    policy: Policy = names["Mru"]()
+    return policy
+
+
+@pytest.fixture(params=[*sorted(POLICIES), contributors_example])
 def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
-    policy = make_policy(str(request.param))
+    policy = request.param() if callable(request.param) else make_policy(request.param)
     yield policy
     policy.check()
+
+
+def test_the_contributors_example_evicts_the_last_used() -> None:
+    mru = contributors_example()
+    for key in KEYS[:3]:
+        mru.add(key, 1)
+    mru.touch(KEYS[0])
+    assert list(mru.victims()) == [KEYS[0], KEYS[2], KEYS[1]]
 
 
 def test_lru_evicts_the_least_recently_used() -> None:

@@ -95,7 +95,7 @@ class Served:
 
 
 class Outside(KvTransfers):
-    """Transfers from the engine that holds the export of a hand-off, its partial last block included."""
+    """Transfers from the engine that holds the export of a hand-over, its partial last block included."""
 
     can_fetch = True
 
@@ -173,7 +173,7 @@ def preempted(served: Served) -> list[Answer]:
     return in_order(found)
 
 
-def handed_off(served: Served) -> list[Answer]:
+def handed_over(served: Served) -> list[Answer]:
     """Prompts by one engine, the rest by another from its KV."""
     size = served.most_blocks * len(served.prompts)
     prefill = served.engine(size, max_num_batched_tokens=70)
@@ -226,7 +226,7 @@ WAYS: dict[str, Callable[[Served], list[Answer]]] = {
     "chunked-256": lambda served: batched(served, max_num_batched_tokens=256),
     "cached": cached,
     "preempted": preempted,
-    "handed-off": handed_off,
+    "handed-over": handed_over,
     "moved": moved,
 }
 

@@ -78,7 +78,9 @@ def _option(option: click.Option) -> Option:
         default = f"`{str(option.default).lower()}`"
     elif not isinstance(shown, str | int | float | PurePath | None) and not str(shown):
         default = ""
-    choices = f"; one of {', '.join(option.type.choices)}" if isinstance(option.type, click.Choice) else ""
+    choices = (
+        f"; one of {', '.join(filter(None, option.type.choices))}" if isinstance(option.type, click.Choice) else ""
+    )
     flags = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     assert option.name is not None
     return Option(option.name, flags, str(option.envvar), default, (option.help or "") + choices)

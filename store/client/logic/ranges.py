@@ -20,9 +20,7 @@ from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
-
-#: Longest possible value.
-MAX_VALUE_BYTES = (1 << 44) - 1
+from tanghulu.types import MAX_VALUE_BYTES
 
 
 class Range(NamedTuple):

@@ -76,7 +76,7 @@ async def test_a_hand_over_shows_both_workers(cluster):
         (prefill.id, "handed_over"),
         (decode.id, "ended"),
     ]
-    assert {"worker_queue", "kv_load", "prefill", "hand_off", "decode"} <= story["phases"].keys()
+    assert {"worker_queue", "kv_load", "prefill", "hand_over", "decode"} <= story["phases"].keys()
     assert "prefill" not in story["workers"][1]["phases"]
 
 

@@ -80,7 +80,7 @@ async def test_a_handed_over_request_becomes_spans(tmp_path: Path) -> None:
     workers = [span for span in spans if span.name == "worker"]
     assert [span.attributes[0].value.string_value for span in workers] == [prefill.id, decode.id]
     below = [span for span in spans if span.parent_span_id == root.span_id]
-    assert {"receive", "tokenise", "queue", "route", "worker", "hand_off", "send"} <= {span.name for span in below}
+    assert {"receive", "tokenise", "queue", "route", "worker", "hand_over", "send"} <= {span.name for span in below}
     assert {"prefill", "decode"} <= {s.name for s in spans if s.parent_span_id in [w.span_id for w in workers]}
     assert all(root.start_time_unix_nano <= span.start_time_unix_nano <= root.end_time_unix_nano for span in spans)
     assert b"secret" not in b"".join(bodies)

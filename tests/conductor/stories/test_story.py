@@ -66,7 +66,7 @@ def test_a_hand_over_holds_the_second_workers_waiting_and_loading():
     assert adds_up(story) == {
         Phase.WORKER_QUEUE: 0.5,
         Phase.PREFILL: 1.5,
-        Phase.HAND_OFF: 1.75,
+        Phase.HAND_OVER: 1.75,
         Phase.KV_STORE: 0.25,
         Phase.DECODE: 2.25,
     }
@@ -74,7 +74,7 @@ def test_a_hand_over_holds_the_second_workers_waiting_and_loading():
         ("a", "handed_over", 2.0),
         ("b", "ended", 4.0),
     ]
-    assert story.summary()["workers"][1]["phases"] == {"hand_off": 1.5, "decode": 2.25, "kv_store": 0.25}
+    assert story.summary()["workers"][1]["phases"] == {"hand_over": 1.5, "decode": 2.25, "kv_store": 0.25}
 
 
 def test_a_request_that_moves_shows_each_worker():

@@ -37,8 +37,8 @@ MOMENTS = (
     Moment("before accept", "prefill", "prefilling"),
     Moment("queue", "prefill", "prefilling"),
     Moment("prefill", "prefill", "prefilling", held="prefill"),
-    Moment("hand-off", "decode", "handing_over"),
-    Moment("hand-off's holder", "decode", "handing_over", breaks="prefill"),
+    Moment("hand-over", "decode", "handing_over"),
+    Moment("hand-over's holder", "decode", "handing_over", breaks="prefill"),
     Moment("decode", "decode", "handing_over", held="decode"),
 )
 #: To bring requests to a moment: a gate that is closed for too long, on a busy machine, counts as a hang.

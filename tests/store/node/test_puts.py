@@ -267,7 +267,7 @@ async def test_a_connection_that_ends_before_it_hears_of_its_ranges_leaves_nothi
 
 @pytest.mark.parametrize(("master_ms", "waits_s"), [(600_000, 600.0), (0, 1.0)])
 async def test_a_put_waits_for_the_master_longer_than_for_room(rig: Rig, master_ms: int, waits_s: float) -> None:
-    """A client of the version before does not say how long."""
+    """Without a time for the master, the one for room holds there, too."""
     before_s = asyncio.get_running_loop().time()
     items = [NewChunk(ChunkKey("k"), 1, 3)]
     answer = rig.service.put(rig.mine, PutRequest(items, True, 1000, master_ms), memoryview(b"abc"))

@@ -135,7 +135,7 @@ def test_logits_and_greedy_text_equal_transformers(variant: str, paths: Any) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe", "gemma3"])
 def test_the_same_bits_in_every_way_where_that_is_asked_for(variant: str, paths: Any) -> None:
-    """Cached prefixes, chunks, preemption, hand-off and moves, past Gemma's window."""
+    """Cached prefixes, chunks, preemption, hand-over and moves, past Gemma's window."""
     model = load_model(
         resolve_model(str(paths(variant))),
         torch.bfloat16,

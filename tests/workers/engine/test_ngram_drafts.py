@@ -212,7 +212,7 @@ def prompts() -> list[tuple[list[int], Sampling]]:
     ("on_device", "kv_dtype"), [(False, "auto"), (False, "int8"), pytest.param(True, "auto", marks=pytest.mark.by_hand)]
 )
 def test_the_same_bits_in_every_way_of_serving(invariant_model: Model, on_device: bool, kv_dtype: str) -> None:
-    """Batched, chunked, cached, preempted, handed off, moved."""
+    """Batched, chunked, cached, preempted, handed over, moved."""
 
     def device_runner(model: Model, block_tokens: int, num_blocks: int) -> ModelRunner:
         return runner_of(DeviceRunner, model, block_tokens=block_tokens, num_blocks=num_blocks)
