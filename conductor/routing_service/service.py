@@ -237,8 +237,7 @@ class RoutingService:
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
             raise NodeUnavailable(
-                f"none of {len(every)} registered workers can take the request; check their roles, and the workers "
-                "that it names"
+                f"no worker can take the request, of {len(every)} registered; check roles, and the workers it names"
             )
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
