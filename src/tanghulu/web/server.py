@@ -75,7 +75,8 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     With ``reuse_port`` other sockets with this option may accept there, too.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's delay off only where the protocol is named; uvloop always does.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
