@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.discovery.base import HOLDS_NOTHING, Instance
 from tanghulu.discovery.masters import MasterFinder
-from tanghulu.errors import TanghuluError, TransferFailed
+from tanghulu.errors import DeadlineExceeded, TanghuluError, TransferFailed
 from tanghulu.eviction.policies import make_policy
 from tanghulu.masters import Masters
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
@@ -450,7 +450,7 @@ class SimEngine:
     async def _move(self, request: TransferRequest, until_s: float) -> None:
         remote: Any = request.target
         network: Network = self._world.network
-        await asyncio.sleep(network.latency_s(self._host, remote.node))
+        await self._on_the_way(remote.node, until_s)
         node = self._world.nodes.get(remote.node)
         if network.is_cut(self._host, remote.node):
             left_s = until_s - asyncio.get_running_loop().time()
@@ -460,7 +460,13 @@ class SimEngine:
             raise TransferFailed(f"{remote.node} is gone")
         node.state.leases.freed(node.take(request, remote.session_id))
         node._changed()
-        await asyncio.sleep(network.latency_s(self._host, remote.node))
+        await self._on_the_way(remote.node, until_s)
+
+    async def _on_the_way(self, node: str, until_s: float) -> None:
+        latency_s, left_s = self._world.network.latency_s(self._host, node), until_s - asyncio.get_running_loop().time()
+        await asyncio.sleep(min(latency_s, max(left_s, 0.0)))
+        if latency_s > left_s:
+            raise DeadlineExceeded(f"the transfer to {node} did not end in time")
 
     def submit(self, batch: TransferBatch) -> _Submitted:
         return _Submitted(self, batch.requests)
