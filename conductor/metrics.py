@@ -37,7 +37,7 @@ class ConductorMetrics:
         self.ttft = histogram("ttft_seconds", "From a sequence's arrival to its first token")
         self.tbt = histogram("tbt_seconds", "Between two steps that brought tokens of one sequence")
         self.e2e = histogram("request_seconds", "From the arrival of a sequence that was served to its end")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that ended")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that ended, if a worker had them")
         self.generated_tokens = counter("generated_tokens", "Tokens generated for clients")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
         self.explained_tokens = counter(

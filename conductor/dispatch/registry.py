@@ -186,17 +186,19 @@ class Registry:
         return {w.id for w in self.usable(model) if w.card is not None and num_tokens >= w.card.context_length}
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Return the model called ``name``, or the first one if None.
+        """Return the model called ``name``, or the first one served if None.
 
         Raises ModelNotFound, or NodeUnavailable while no model is known at all.
         """
         if not self.models:
             raise NodeUnavailable("no worker has registered a model yet; start one")
+        if name in self.models:
+            return self.models[name]
+        served = self.served() or list(self.models.values())
         if name is None:
-            return next(iter(self.models.values()))
-        if name not in self.models:
-            raise ModelNotFound(f"the model {name!r} does not exist; this cluster serves {', '.join(self.models)}")
-        return self.models[name]
+            return served[0]
+        names = ", ".join(model.card.model for model in served)
+        raise ModelNotFound(f"the model {name!r} does not exist; this cluster serves {names}")
 
     def served(self) -> list[ServedModel]:
         """Return the models served by at least one registered worker; others are kept for requests in progress."""

@@ -138,3 +138,18 @@ async def test_a_worker_that_comes_back_with_another_model_is_described_anew(tmp
         worker.end_sessions()
         assert "replaced" in (await begun).text
         assert len(worker.submits) == 1
+
+
+async def test_a_model_that_nobody_serves_any_more_is_not_the_default(tmp_path):
+    async with running_cluster(tmp_path) as cluster:
+        old = await _worker(cluster, "old", model="old")
+        await cluster.until(lambda: _usable(cluster, old))
+        new = await _worker(cluster, "new", model="new")
+        await cluster.until(lambda: _usable(cluster, new))
+        await old.stop()
+        cluster.workers.remove(old)
+        await cluster.until(lambda: old.id not in cluster.registry.workers)
+        answer = await cluster.http.post("/generate", json={"text": "x", "sampling_params": {"max_new_tokens": 2}})
+        assert answer.status_code == 200
+        assert (await cluster.http.get("/model_info")).json()["model_path"] == "new"
+        assert (await _ask(cluster)).json()["error"]["message"].endswith("this cluster serves new")
