@@ -130,17 +130,16 @@ class Dispatcher:
         entry = RequestEntry(
             flight, model, TokenStream(arrivals, story), story, counts, now_s, Deadlines(timeouts, now_s)
         )
-        if len(self._queue) >= self._limits.max_queued:
-            error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
-            self._perform(entry, entry.flight.refuse(error))
-            self.stories.over(story, self.clock.now_s())
-            raise error
-        entry.flight.admit()
         self._entries[request.id] = entry
         self._watch(entry)
         with self._alone(entry):
             self._enqueue(entry, front=False)
         self._pump()
+        if len(self._queue) > self._limits.max_queued and request.id in self._queue:
+            error = Overloaded(f"{len(self._queue) - 1} requests are waiting already; try again later")
+            self._perform(entry, flight.fail(error))
+            self.stories.over(story, self.clock.now_s())
+            raise error
         return entry.stream
 
     def abort(self, request_id: RequestId) -> bool:
@@ -471,13 +470,13 @@ class Dispatcher:
         self._enqueue(entry, front=True)
 
     def _postpone(self, entry: RequestEntry, now_s: float) -> None:
-        """Delay a refused request before it is sent again, unless another worker is left to try."""
+        """Send a refused request again: at once while another worker is left to try, else after a pause."""
         if entry.refused_s is None:
             entry.refused_s = now_s
         entry.num_refusals += 1
-        if entry.num_refusals > 1:
-            entry.not_before_s = now_s + _REFUSED_PAUSE_S
-            asyncio.get_running_loop().call_later(_REFUSED_PAUSE_S, self._pump)
+        pause_s = _REFUSED_PAUSE_S if entry.num_refusals > 1 else 0.0
+        entry.not_before_s = now_s + pause_s
+        asyncio.get_running_loop().call_later(pause_s, self._pump)
 
     def _end(self, entry: RequestEntry, end: End) -> None:
         flight, story, now_s = entry.flight, entry.story, self.clock.now_s()
@@ -490,7 +489,9 @@ class Dispatcher:
         if flight.generated:
             self.router.output.ended(len(flight.generated), flight.known_blocks)
         self._entries.pop(flight.request.id, None)
-        if self.when_ended:
+        entry.stream.cached_tokens = flight.cached_tokens or 0
+        entry.stream.end(end)
+        if self.when_ended and flight.num_submissions:
             ended = entry.as_ended(now_s)
             for listener in self.when_ended:
                 listener(ended)
@@ -501,8 +502,6 @@ class Dispatcher:
         story.cached_tokens, story.generated_tokens = flight.cached_tokens or 0, len(flight.generated)
         story.ended(status_of(end), now_s, end.error.code.lower() if end.error is not None else "")
         _log.debug("request.ended", request=flight.request.id, state=flight.state.name, tokens=len(flight.generated))
-        entry.stream.cached_tokens = flight.cached_tokens or 0
-        entry.stream.end(end)
 
     def _withdraw(self, entry: RequestEntry) -> None:
         """Release the decode slot reserved for the request: another worker is chosen, or none is needed."""

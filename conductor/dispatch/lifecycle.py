@@ -1,9 +1,9 @@
 """The life of a request, decided without I/O: events go in, instructions come out.
 
-    RECEIVED --admit--> QUEUED --submit--> PREFILLING --first token-----------------> DECODING --finish--> FINISHED
-                          ^                    |                                        ^ |
-                          |                    '--handed over--> HANDING_OVER --first---' |
-                          '------------------------- worker lost -------------------------'
+    QUEUED --submit--> PREFILLING --first token-----------------> DECODING --finish--> FINISHED
+      ^                    |                                        ^ |
+      |                    '--handed over--> HANDING_OVER --first---' |
+      '------------------------- worker lost -------------------------'
 
 A request carries its tokens so far. When its worker is lost, it returns to QUEUED and is submitted elsewhere with
 prompt + generated tokens, where the store supplies most of the KV; so the client sees one unbroken stream. Example: a
@@ -59,7 +59,6 @@ class MoveLimits:
 class FlightState(Enum):
     """States of a request."""
 
-    RECEIVED = "parsed and valid; not yet counted"
     QUEUED = "waits for a free place and a living worker; holds nothing at any worker"
     PREFILLING = "submitted; no token of this submission has come yet, or its hand-over is still to come"
     HANDING_OVER = "its KV is held at the prefill worker; a decode worker was instructed to fetch it and to go on"
@@ -72,8 +71,6 @@ class FlightState(Enum):
 class FlightEvent(Enum):
     """Events of a request."""
 
-    ADMITTED = "the queue has room for it"
-    REFUSED = "the queue is full"
     SUBMITTED = "a worker was chosen and has the request"
     FIRST_TOKEN = "the worker that will decode sent the submission's first token"
     HANDED_OVER = "the prefill worker sent its token and holds the KV"
@@ -91,8 +88,6 @@ _TROUBLE = frozenset({FinishReason.ERROR, FinishReason.ABORTED})
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
 _BEFORE_DECODE = (_S.QUEUED, _S.PREFILLING, _S.HANDING_OVER)
 TRANSITIONS: dict[tuple[FlightState, FlightEvent], FlightState] = {
-    (_S.RECEIVED, _E.ADMITTED): _S.QUEUED,
-    (_S.RECEIVED, _E.REFUSED): _S.FAILED,
     (_S.QUEUED, _E.SUBMITTED): _S.PREFILLING,
     (_S.QUEUED, _E.GIVE_UP): _S.FAILED,
     (_S.QUEUED, _E.ABORT): _S.ABORTED,
@@ -160,7 +155,7 @@ class Requeue(Struct, frozen=True):
     """Put the request at the front of the queue; its worker was lost for ``reason``, in the way ``loss``."""
 
     reason: TanghuluError
-    loss: Loss = Loss.TROUBLE
+    loss: Loss
 
 
 class DeliverTokens(Struct, frozen=True):
@@ -195,7 +190,7 @@ class Flight:
 
     def __init__(self, request: GenerationRequest, limits: MoveLimits) -> None:
         self.request = request
-        self.state = FlightState.RECEIVED
+        self.state = FlightState.QUEUED
         self.generated: list[int] = []
         self.worker: InstanceId | None = None
         self.wire_id = ""
@@ -253,14 +248,6 @@ class Flight:
     def known_blocks(self) -> Sequence[BlockHash]:
         """Hashes of the leading blocks, of as many as routing has needed so far."""
         return self._sequence.block_hashes if self._sequence is not None else ()
-
-    def admit(self) -> None:
-        self._step(FlightEvent.ADMITTED)
-
-    def refuse(self, error: TanghuluError) -> list[Instruction]:
-        """End the request: the queue is full."""
-        self._step(FlightEvent.REFUSED)
-        return [End(None, error)]
 
     def submit(self, prefill: InstanceId, decode: InstanceId) -> list[Instruction]:
         """Send the request to the workers chosen for its phases, maybe the same. A single token needs no hand-over."""

@@ -73,11 +73,12 @@ class RequestCounts:
         metrics.requests.labels(outcome).inc()
         if flight.lost_at is not None:
             self._count_move("failed" if end.error is not None else "ended")
-        if isinstance(end.error, Overloaded) and not flight.num_submissions:
+        if flight.num_submissions:
+            metrics.prompt_tokens.inc(len(flight.request.prompt))
+        elif isinstance(end.error, Overloaded):
             metrics.refused_tokens.inc(len(flight.request.prompt))
         if status_of(end) is RequestStatus.SERVED:
             metrics.e2e.observe(now_s - self._arrived_s)
-        metrics.prompt_tokens.inc(len(flight.request.prompt))
         metrics.cached_tokens.inc(flight.cached_tokens or 0)
 
     def _count_move(self, outcome: str) -> None:

@@ -10,8 +10,9 @@ import structlog
 from tanghulu.conductor.dispatch import worker_session
 from tanghulu.errors import Overloaded
 from tanghulu.hashing import joined
-from tanghulu.types import RequestId
+from tanghulu.types import RequestId, Role
 from tests.conductor.cluster import running_cluster
+from tests.conductor.fake_worker import FakeWorker
 
 
 def _body(prompt: str, **more: object) -> dict[str, object]:
@@ -48,6 +49,40 @@ async def test_a_request_that_cannot_be_routed_fails_alone(tmp_path, monkeypatch
         assert cluster.dispatcher.num_requests == 0
         assert await ask("broken", cache_salt="broken") == 500
         assert await ask("after it") == 200
+
+
+async def test_an_answer_ends_though_its_recorder_fails(tmp_path):
+    async with running_cluster(tmp_path) as cluster:
+        await cluster.add()
+
+        def breaks(_):
+            raise AssertionError("cannot be")
+
+        cluster.dispatcher.when_ended.append(breaks)
+        asked = cluster.http.post("/v1/completions", json=_body("a prompt"))
+        assert (await asyncio.wait_for(asked, 30)).status_code == 200
+        assert cluster.dispatcher.num_requests == 0
+
+
+async def test_requests_that_wait_for_one_model_do_not_keep_out_those_of_another(tmp_path):
+    async with running_cluster(tmp_path, max_queued=1) as cluster:
+        gone = await cluster.add()
+        gone.hold()
+        await gone.stop()
+        cluster.workers.remove(gone)
+        await cluster.until(lambda: not cluster.registry.workers)
+        waiting = asyncio.create_task(cluster.http.post("/v1/completions", json=_body("waits")))
+        await cluster.until(lambda: cluster.dispatcher.num_waiting == 1)
+        assert (await cluster.http.post("/v1/completions", json=_body("too many"))).status_code == 429
+        other = FakeWorker("other", Role.BOTH, cluster.run_dir)
+        other.card = {"model": "other"}
+        cluster.workers.append(other)
+        await other.start(cluster.discovery)
+        await cluster.until(lambda: other.id in cluster.registry.workers and cluster.registry.workers[other.id].usable)
+        for _ in range(2):
+            answer = await cluster.http.post("/v1/completions", json={**_body("x"), "model": "other"})
+            assert answer.status_code == 200, answer.text
+        waiting.cancel()
 
 
 async def test_a_step_that_cannot_be_taken_ends_its_session_and_another_begins(tmp_path, monkeypatch):

@@ -38,9 +38,7 @@ ABORTED = FinishReason.ABORTED
 
 def make(max_new_tokens: int = 10, max_moves: int = 2, max_tokens: int = 0) -> Flight:
     request = GenerationRequest(RequestId("r"), "m", as_tokens([1, 2, 3, 4, 5]), Sampling(), StopRule(max_new_tokens))
-    flight = Flight(request, MoveLimits(max_moves, max_tokens))
-    flight.admit()
-    return flight
+    return Flight(request, MoveLimits(max_moves, max_tokens))
 
 
 def say(flight: Flight, *tokens: int, finish: FinishReason | None = None, **more: object) -> list:
@@ -61,12 +59,12 @@ def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event):
 
 def test_the_table_is_sound():
     assert not [pair for pair in TRANSITIONS if pair[0] in ENDED]
-    reachable, edge = set(), {FlightState.RECEIVED}
+    reachable, edge = set(), {FlightState.QUEUED}
     while edge:
         reachable |= edge
         edge = {to for (at, _), to in TRANSITIONS.items() if at in edge} - reachable
     assert reachable == set(FlightState)
-    for state in set(FlightState) - ENDED - {FlightState.RECEIVED}:
+    for state in set(FlightState) - ENDED:
         assert (state, FlightEvent.ABORT) in TRANSITIONS
         assert (state, FlightEvent.GIVE_UP) in TRANSITIONS
 

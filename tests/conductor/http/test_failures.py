@@ -7,6 +7,7 @@ import asyncio
 import structlog
 
 from tanghulu.conductor.inference.service import LEAST_S, MOST_S, WINDOW_S, RetryAfter
+from tanghulu.conductor.stories.recorder import EndedRequest
 from tanghulu.errors import NodeUnavailable
 from tests.conductor.cluster import running_cluster
 
@@ -63,12 +64,15 @@ class TestRetryAfter:
         async with running_cluster(tmp_path, max_in_flight=1, max_queued=2) as cluster:
             worker = await cluster.add()
             worker.hold()
+            ended: list[EndedRequest] = []
+            cluster.dispatcher.when_ended.append(ended.append)
             tasks = [asyncio.create_task(cluster.http.post("/v1/completions", json=ASK)) for _ in range(3)]
             await cluster.until(lambda: cluster.dispatcher.num_waiting == 2)
             refused = await cluster.http.post("/v1/completions", json=ASK)
             assert (refused.status_code, refused.headers["retry-after"]) == (429, str(MOST_S))
             worker.release()
             assert [(await task).status_code for task in tasks] == [200, 200, 200]
+            assert len(ended) == 3, "one that was refused is no sample of how long answers take"
             assert cluster.conductor.service.retry_after_s() == LEAST_S
 
 
