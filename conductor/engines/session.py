@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+from msgspec import structs
 
 from tanghulu.auth.cluster_secret import ClusterSecret
 from tanghulu.auth.credentials import TlsFiles
@@ -192,12 +193,14 @@ class EngineSession:
         self, request: GenerationRequest, to: SubmitTo, tokens: Tokens, holder: PrefixHolder | None, moved: bool
     ) -> int:
         """Send the request; return its number. A refusal comes among the steps."""
-        names = self._known.names
+        names, num_generated = self._known.names, len(tokens) - len(request.prompt)
+        most = self._known.facts.context_length - len(request.prompt)  # other servers of the model may have more room
+        stop = structs.replace(request.stop, max_new_tokens=min(request.stop.max_new_tokens, most))
         call = EngineCall(
-            request,
+            structs.replace(request, stop=stop),
             to.wire_id,
             tokens,
-            len(tokens) - len(request.prompt),
+            num_generated,
             names.cache_salt(request.salt),
             self._known.facts.name,
             self.server.adapter,

@@ -45,6 +45,7 @@ class FakeVllm:
         self.headers: list[dict[str, str]] = []
         self.open_streams = 0
         self.adapters: list[str] = []
+        self.context_length = CONTEXT
         self.metrics_on = True
         self.has_details = True
         self.kv_transfer: dict[str, Any] | None = None
@@ -145,7 +146,7 @@ class FakeVllm:
             case "/health":
                 return self.health, ""
             case "/v1/models":
-                base = {"id": self.name, "root": str(self.folder), "parent": None, "max_model_len": CONTEXT}
+                base = {"id": self.name, "root": str(self.folder), "parent": None, "max_model_len": self.context_length}
                 more = [{"id": each, "root": "/a", "parent": self.name} for each in self.adapters]
                 return 200, {"data": [base, *more]}
             case "/metrics":
