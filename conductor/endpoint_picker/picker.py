@@ -106,8 +106,6 @@ class EndpointPicker:
                 "(--max-requests-per-worker); retry in a moment"
             )
         named = self.service.ranked(free, query, now_s, MAX_NAMED)
-        if not named:
-            raise NodeUnavailable(f"none of {len(free)} endpoints can take the request")
         pick = Pick(query, tuple(worker.id for worker in named))
         self._count(pick, pick.endpoints[0], now_s)
         return pick

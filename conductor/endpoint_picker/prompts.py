@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from tanghulu.conductor.engines.model import ModelFolder, ServerFacts
 from tanghulu.conductor.http.anthropic.bodies import CountTokensBody
-from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.inference.preprocess import tokenise
 from tanghulu.conductor.inference.schema import ChatPrompt, TokenizeBody
 from tanghulu.conductor.pool_router.demand import is_token_ids, parse_body
@@ -31,6 +30,7 @@ from tanghulu.conductor.tools.choosing import ParserNames
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TOKEN_BYTES, BlockExtras, Tokens, as_tokens, joined
 from tanghulu.session.model_card import ModelCard
+from tanghulu.web.errors import BadField
 
 #: A picker does not bound prompts by a context: the engine does.
 _ANY_CONTEXT: Final = 1 << 31
@@ -68,10 +68,9 @@ class PromptReader:
             raise Unread("path")
         is_large = len(body) > INLINE_BYTES
         try:
-            await made_ready(is_large, check_marks, body)
-        except InvalidRequest:
+            given = await made_ready(is_large, parse_body, body)
+        except BadField:
             raise Unread("size") from None
-        given = await made_ready(is_large, parse_body, body)
         named, salt, session = (_text(given, name) for name in ("model", "cache_salt", "prompt_cache_key"))
         lora_path = self._adapters(named)
         extras = BlockExtras(salt, "" if lora_path is None else named, lora_path or "")

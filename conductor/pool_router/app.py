@@ -14,6 +14,7 @@ from tanghulu.conductor.http.reply import read_body
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body
 from tanghulu.conductor.pool_router.forward import Forwarder
 from tanghulu.conductor.pool_router.relaying import Relay
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.errors import InvalidRequest
 from tanghulu.version import __version__
 from tanghulu.web import errors
@@ -117,7 +118,8 @@ def _add_admin(app: FastAPI, forwarder: Forwarder, max_body_bytes: int) -> None:
     @app.post("/route")
     async def route(request: Request) -> dict[str, Any]:
         """Return the pools a body would go to, and why; nothing is forwarded."""
-        data = parse_body(await read_body(request, max_body_bytes))
+        body = await read_body(request, max_body_bytes)
+        data = await made_ready(len(body) > INLINE_BYTES, parse_body, body)
         demand = demand_of(data, forwarder.pools.characters_per_token)
         prefill, decode = forwarder.pools.choose(demand)
         return {

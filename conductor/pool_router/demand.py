@@ -7,10 +7,12 @@ conductors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+import msgspec
+
+from tanghulu.conductor.inference.json_marks import check_marks
 from tanghulu.conductor.pool_router.grid import Demand
 from tanghulu.errors import InvalidRequest
 
@@ -24,10 +26,11 @@ _MOST_DEPTH = 6
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Parse the body as an object. Raises InvalidRequest."""
+    """Parse the body as an object. Raises InvalidRequest; BadField for too many values."""
+    check_marks(body)
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep, or a number that is too long
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deep
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequest("the body is not a JSON object")
@@ -53,7 +56,7 @@ def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
 
 def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request for one token only: it leaves the prompt's KV in the store, and its answer is discarded."""
-    once = {key: value for key, value in data.items() if key not in ("stream", "stream_options", "n", "slo", "rid")}
+    once = {key: value for key, value in data.items() if key not in ("stream", "stream_options", "n", "best_of", "rid")}
     field = _prompt_field(data)
     if field == "input":
         return {**once, "max_output_tokens": 1, "store": False}

@@ -37,6 +37,7 @@ from tanghulu.conductor.pool_router.relaying import (
     answer_headers,
     request_headers,
 )
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.http_clients import CONNECT_TIMEOUT_S, reason
 from tanghulu.runtime.clock import Clock
@@ -103,7 +104,7 @@ class PoolMetrics:
 
         self.requests = counter("requests", "Generations, by the pools that served them", "prefill", "decode")
         self.retries = counter("retries", "Attempts that a conductor refused (429, 502, 503)", "pool")
-        self.unprimed = counter("unprimed", "Generations whose prefill pool could not be reached: decode did the whole")
+        self.unprimed = counter("unprimed", "Generations whose prefill pool failed: decode did the whole")
 
 
 _log = structlog.get_logger(__name__)
@@ -138,19 +139,20 @@ class Forwarder:
 
         One that continues an earlier response goes to the conductor that keeps it.
         """
-        data = parse_body(body)
+        data = await made_ready(len(body) > INLINE_BYTES, parse_body, body)
+        demand = demand_of(data, self.pools.characters_per_token)
+        if data.pop("slo", ...) is not ...:  # a field of this router, unknown to conductors
+            body = json.dumps(data).encode()
         if isinstance(earlier := data.get("previous_response_id"), str):
             return await self.where_kept(earlier, "POST", path, body, headers)
-        prefill, decode = self.pools.choose(demand_of(data, self.pools.characters_per_token))
-        if "slo" in data:  # a field of this router, unknown to conductors
-            body = json.dumps({name: value for name, value in data.items() if name != "slo"}).encode()
+        prefill, decode = self.pools.choose(demand)
         prefilled = prefill
         if prefill != decode:
             first = await self._send(prefill, "POST", path, json.dumps(prefill_only(data)).encode(), headers)
             if first is not None:
                 prefilled = first.pool
                 await self._finish(first)
-            else:
+            if first is None or first.response.status_code != 200:
                 self._metrics.unprimed.inc()
         answer = await self._send(decode, "POST", path, body, headers)
         if answer is None:

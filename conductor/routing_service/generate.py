@@ -28,6 +28,7 @@ from tanghulu.conductor.pool_router.relaying import (
 )
 from tanghulu.conductor.routing_service.api import RouterApi, overrides_of
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingClient, RoutingQuery
+from tanghulu.conductor.text.preparing import INLINE_BYTES, made_ready
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import BlockExtras, as_tokens
 from tanghulu.rpc.http_clients import reason
@@ -56,7 +57,7 @@ class Generator:
 
     async def generate(self, body: bytes, caller: RoutingClient) -> RelayedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
-        parsed = self._read(body, caller)
+        parsed = await made_ready(len(body) > INLINE_BYTES, self._read, body, caller)
         tried: dict[InstanceId, str] = {}
         while True:
             target = self._pick(parsed.query, tried)

@@ -170,7 +170,15 @@ class TestDemand:
                 demand_of({"slo": slo}, 4.0)
 
     @pytest.mark.parametrize(
-        "body", [b"[" * 200_000, b'{"max_tokens": ' + b"1" * 5000 + b"}", b"\xff", b"[]", b'{"prompt": [[[1]]]}']
+        "body",
+        [
+            b"[" * 200_000,
+            b'{"max_tokens": ' + b"1" * 5000 + b"}",
+            b"\xff",
+            b"[]",
+            b'{"prompt": [[[1]]]}',
+            b'{"user": "\\ud800"}',
+        ],
     )
     def test_what_is_no_request(self, body):
         with pytest.raises(InvalidRequest):
@@ -184,7 +192,7 @@ class TestDemand:
             "max_output_tokens": 1,
             "store": False,
         }
-        chat = {"messages": [], "stream": True, "n": 3, "max_completion_tokens": 9, "temperature": 0.5}
+        chat = {"messages": [], "stream": True, "n": 3, "best_of": 3, "max_completion_tokens": 9, "temperature": 0.5}
         assert prefill_only(chat) == {"messages": [], "temperature": 0.5, "max_tokens": 1}
         body = {"text": "x", "stream": True, "sampling_params": {"n": 2, "top_k": 3}}
         assert prefill_only(body) == {"text": "x", "sampling_params": {"top_k": 3, "max_new_tokens": 1}}
@@ -361,6 +369,15 @@ async def test_what_a_conductor_refuses_another_pool_serves(tmp_path):
         answer = await pools.http.post("/v1/completions", json=BODY)
         assert answer.status_code == 429  # the refusal itself, as the other pool cannot be reached
         assert (await pools.http.post("/v1/completions", content=b"[]")).status_code == 400
+
+
+async def test_a_prefill_that_is_refused_has_primed_nothing(tmp_path):
+    async with running_pools(tmp_path, []) as pools:
+        await pools.short.workers[0].stop()
+        await pools.short.until(lambda: not pools.short.registry.workers)
+        body = {**BODY, "model": "absent", "prompt": "p" * 60, "max_tokens": 40}
+        assert (await pools.http.post("/v1/completions", json=body)).status_code == 404
+        assert pools.counted("unprimed") == 1
 
 
 async def test_a_pool_that_cannot_be_reached(tmp_path):
