@@ -48,8 +48,9 @@ def json_text(name: str, schema: JsonText, strict: bool = False) -> str:
     """Return the grammar text of ``schema``, the value of the field ``name``. Raises BadField."""
     try:
         given = msgspec.json.decode(schema, type=dict[str, Any] | bool) if isinstance(schema, str) else schema
-        if not isinstance(schema, str) and len(msgspec.json.encode(schema)) > MAX_GRAMMAR_CHARS:
-            raise BadField(f"{name} has more than {MAX_GRAMMAR_CHARS} characters; shorten it", name.partition(".")[0])
+        length = 0 if isinstance(schema, str) else len(msgspec.json.encode(schema))
+        if length > MAX_GRAMMAR_CHARS:
+            raise BadField(f"{name} has {length} characters; the limit is {MAX_GRAMMAR_CHARS}", name.partition(".")[0])
         return grammar_of(given, strict)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadField(f"{name} is not a JSON schema: {error}", name.partition(".")[0]) from None

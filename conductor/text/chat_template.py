@@ -110,9 +110,8 @@ class ChatTemplate:
         template = self._template
         values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._tokens, **variables}
         values["messages"] = list(messages)
-        work = Work(allowance, size_of(values))
         try:
-            return bounded(work, lambda: template.render(values))
+            return bounded(Work(allowance, size_of(values)), lambda: template.render(values))
         except WorkExceeded as error:
             raise TemplateTooCostly(f"the model's chat template cannot be rendered: {error}") from error
         except _REFUSALS as error:

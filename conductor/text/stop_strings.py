@@ -27,8 +27,8 @@ class StopMatcher:
 
     def feed(self, piece: str) -> str:
         """Return text that is safe to show. After a match (see ``matched``) it is always empty."""
-        if not self._stops or self.matched is not None:
-            return piece if self.matched is None else ""
+        if self.matched is not None:
+            return ""
         text = self._held + piece
         found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
         if found:

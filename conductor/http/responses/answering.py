@@ -8,6 +8,7 @@ answer. An item is open until something of another kind follows:
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -179,8 +180,11 @@ class ResponseReader:
     def _take(self, _: int, delta: TextDelta) -> list[NamedEvent]:
         self._finish = delta.finish or self._finish
         events = self._reader.take(delta)
-        if any(isinstance(event, ReasoningText) for event in events):
-            self._reasoning_tokens += len(delta.tokens)
+        thought = sum(len(event.text) for event in events if isinstance(event, ReasoningText))
+        if thought:  # the answer may begin in the same delta
+            ends = itertools.accumulate(map(len, delta.pieces))
+            is_all = all(isinstance(event, ReasoningText) for event in events)
+            self._reasoning_tokens += len(delta.tokens) if is_all else sum(end <= thought for end in ends)
         logprobs: list[dict[str, Any]] = []
         if self._body.shows_logprobs:
             logprobs = shape.chat_logprobs(self._call.model, delta.logprobs, self._num_top)["content"]

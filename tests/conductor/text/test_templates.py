@@ -162,3 +162,11 @@ def test_the_size_of_values_is_looked_at_no_further_than_it_matters():
     endless: list[object] = []
     endless.append(endless)
     assert not is_within(endless, 1000)
+
+
+def test_variables_nested_too_deep_are_refused() -> None:
+    nested: list = []
+    for _ in range(3000):
+        nested = [nested]
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        ChatTemplate("{{ messages }}", "<s>", "</s>").render([], {"documents": nested})
