@@ -59,15 +59,15 @@ class Stopwatch:
 class Ours:
     """tanghulu's index."""
 
-    def __init__(self, consecutive: bool) -> None:
+    def __init__(self) -> None:
         from tanghulu.conductor.index import prefix_index
 
-        self._module, self._consecutive = prefix_index, consecutive
+        self._module = prefix_index
         self.index = prefix_index.PrefixIndex()
         self.match: Callable[[Any], Any] = self.index.match
 
     def stored(self, holder: int, chain: Chain) -> Any:
-        return self._module.Stored(f"worker-{holder}", chain, self._consecutive)
+        return self._module.Stored(f"worker-{holder}", chain)
 
     def removed(self, holder: int, blocks: Chain) -> Any:
         return self._module.Removed(f"worker-{holder}", blocks)
@@ -85,7 +85,7 @@ class Ours:
 class Dict:
     """The least that an index of single blocks does: a dict from each block to its only holder. Load *alone* only."""
 
-    def __init__(self, consecutive: bool) -> None:
+    def __init__(self) -> None:
         self._holder_of: dict[bytes, int] = {}
         self.match: Callable[[Any], Any] = self._match
 
@@ -117,7 +117,7 @@ class Dict:
 class Dynamo:
     """The Python binding of Dynamo's radix tree: 64-bit names, events as JSON, a thread of its own behind it."""
 
-    def __init__(self, consecutive: bool) -> None:
+    def __init__(self) -> None:
         from dynamo._core import RadixTree
 
         self._tree = RadixTree()
@@ -150,7 +150,7 @@ class Side:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._index = SIDES[args.side](args.consecutive)
+        self._index = SIDES[args.side]()
         self._num_chains = -(-args.blocks // args.depth)
         self._names = random.Random(args.seed).randbytes(HASH_BYTES * args.depth * self._num_chains)
         self._asked: set[int] = set()
@@ -243,7 +243,6 @@ class Child:
         options = ["blocks", "depth", "holders", "lookups", "seed"]
         command = [python, "-m", "benchmarks.conductor.prefix_index", "--side", side, "--load", load]
         command += [word for name in options for word in (f"--{name}", str(getattr(args, name)))]
-        command += ["--consecutive"] if args.consecutive else []
         self.side, self.load = side, load
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -285,7 +284,7 @@ def by_depth(seed: int) -> list[dict[str, Any]]:
         args = argparse.Namespace(
             side="tanghulu", load="alone", blocks=depth * 64, depth=depth, holders=16, lookups=200, seed=seed
         )
-        side = Side(argparse.Namespace(**vars(args), consecutive=False))
+        side = Side(args)
         side.fill()
         side.ask()
         us = side.ask()["hit"]
@@ -333,7 +332,6 @@ def main() -> None:
     parser.add_argument("--lookups", type=int, default=500, help="look-ups a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--consecutive", action="store_true", help="tell that an event's blocks follow each other")
     parser.add_argument("--peer-python", help="python of a virtual environment with ai-dynamo-runtime")
     parser.add_argument("--soak", type=int, default=0, help="blocks of events; nothing else is measured then")
     parser.add_argument("--soak-live", type=int, default=200_000)

@@ -107,8 +107,6 @@ def _slices(event: PrefixEvent) -> list[PrefixEvent]:
     if isinstance(event, Cleared) or len(event.blocks) <= SLICE_BLOCKS:
         return [event]
     parts = [event.blocks[at : at + SLICE_BLOCKS] for at in range(0, len(event.blocks), SLICE_BLOCKS)]
-    if isinstance(event, Stored):
-        return [Stored(event.holder, part, event.consecutive) for part in parts]
     return [type(event)(event.holder, part) for part in parts]
 
 
@@ -151,7 +149,6 @@ class CacheMirror:
         self.events = EventQueues(self.workers.apply)
         self._waiting = asyncio.Event()
         self.store = PrefixIndex()
-        self.directory_synced = False
         self._next_sequence: dict[InstanceId, int] = {}
         #: Workers whose events are skipped until their snapshot arrives.
         self._behind: set[InstanceId] = set()
@@ -229,7 +226,7 @@ class CacheMirror:
         holder = InstanceId(event.node_id)
         match event.kind:
             case DirectoryEventKind.RESET:
-                self.store, self.directory_synced = PrefixIndex(), False
+                self.store = PrefixIndex()
                 self._num_parts.clear()
             case DirectoryEventKind.STORED:
                 self.store.apply(Stored(holder, self._stored_blocks(event.keys)))
@@ -241,8 +238,6 @@ class CacheMirror:
             case DirectoryEventKind.NODE_GONE:
                 self.store.remove_holder(holder)
                 self._watch(holder, _ALL_GONE)
-            case DirectoryEventKind.SYNCED:
-                self.directory_synced = True
 
     async def follow_master(self, master: Masters | Address) -> None:
         """Mirror the directory of the master, or of all masters sharing the keys, until cancelled."""

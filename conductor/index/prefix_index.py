@@ -43,15 +43,10 @@ SHRINK_MIN_BLOCKS = 1024
 
 
 class Stored(Struct, frozen=True):
-    """``holder`` can serve ``blocks``, in addition to its current ones.
-
-    ``consecutive``: the reporter guarantees that they are consecutive on one chain, which saves the first prompt a
-    comparison.
-    """
+    """``holder`` can serve ``blocks``, in addition to its current ones."""
 
     holder: InstanceId
     blocks: Sequence[BlockHash]
-    consecutive: bool = False
 
 
 class Removed(Struct, frozen=True):
@@ -104,9 +99,9 @@ class PrefixIndex:
     def apply(self, event: PrefixEvent) -> None:
         """Apply one event, in time proportional to its blocks. Events of one holder must come in order."""
         match event:
-            case Stored(holder, blocks, consecutive):
+            case Stored(holder, blocks):
                 for start in range(0, len(blocks), MAX_EVENT_BLOCKS):
-                    self._store(holder, list(blocks[start : start + MAX_EVENT_BLOCKS]), consecutive)
+                    self._store(holder, list(blocks[start : start + MAX_EVENT_BLOCKS]))
             case Removed(holder, blocks):
                 slot = self._slots.find(holder)
                 if slot is not None and blocks:
@@ -276,7 +271,7 @@ class PrefixIndex:
         self._nodes[node] = None
         self._node_of.update(dict.fromkeys(node.blocks, node))
 
-    def _store(self, holder: InstanceId, blocks: list[BlockHash], consecutive: bool) -> None:
+    def _store(self, holder: InstanceId, blocks: list[BlockHash]) -> None:
         """Store ``blocks``: at least one, at most MAX_EVENT_BLOCKS; the list is kept."""
         slot, front = self._slots.take(holder), self._node_of.get(blocks[0])
         if front is not None:
@@ -286,11 +281,11 @@ class PrefixIndex:
             if first + num < len(front):
                 front = None
         if blocks:
-            self._store_one_by_one(slot, blocks, front, consecutive)
+            self._store_one_by_one(slot, blocks, front)
             self._most_blocks = max(self._most_blocks, len(self._node_of))
             self._forget_beyond_cap()
 
-    def _store_one_by_one(self, slot: int, blocks: list[BlockHash], front: IndexNode | None, consecutive: bool) -> None:
+    def _store_one_by_one(self, slot: int, blocks: list[BlockHash], front: IndexNode | None) -> None:
         """Store blocks one by one. ``front``: the node, if any, after whose end ``blocks`` were reported."""
         fresh, num_before = IndexNode(blocks, 1 << slot), len(self._node_of)
         found = list(map(self._node_of.setdefault, blocks, repeat(fresh)))
@@ -305,7 +300,6 @@ class PrefixIndex:
             if num_new and fresh.blocks == blocks[-num_new:] and before.blocks[-1] == blocks[-num_new - 1]:
                 front = before
         if num_new:
-            fresh.chained = num_new if consecutive and fresh.blocks == blocks[-num_new:] else 1
             self._admit(slot, fresh, front)
 
     def _admit(self, slot: int, fresh: IndexNode, front: IndexNode | None) -> None:

@@ -116,7 +116,7 @@ def test_long_chains_with_holes_and_branches(seed):
         start, stop = sorted(chance.choices(range(len(chain) + 1), k=2))
         event = chance.choice(
             [
-                Stored(holder, chain, consecutive=chance.random() < 0.5),
+                Stored(holder, chain),
                 Stored(holder, chain[:stop]),
                 Stored(holder, chain[start:stop]),
                 Removed(holder, chain[:start:-1]),
