@@ -1,4 +1,4 @@
-"""The commands of README, docs/index.md and docs/requests.md run as they stand, only with other ports."""
+"""What README, docs/index.md, docs/requests.md and docs/tools.md show runs as it stands, only with other ports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 REQUESTS = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
+TOOLS = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
 START = (Path(__file__).parents[2] / "docs" / "index.md").read_text()
 
 
@@ -55,6 +56,13 @@ def test_the_example_of_anthropics_sdk_runs(cluster):
     pytest.importorskip("anthropic", reason="extra: anthropic is not installed")
     (code,) = re.findall(r"```python\n(.*?)```", REQUESTS, re.DOTALL)
     assert re.fullmatch(r".*\w.* \d+\n", _run(cluster, sys.executable, "-c", _here(cluster, code)), re.DOTALL)
+
+
+def test_the_example_of_a_tool_call_runs(cluster):
+    (code,) = re.findall(r"```python\n(.*?)```", TOOLS, re.DOTALL)
+    code = _here(cluster, code) + "print(call.function.name, call.function.arguments)"
+    name, arguments = _run(cluster, sys.executable, "-W", "error", "-c", code).split(maxsplit=1)
+    assert (name, list(json.loads(arguments))) == ("get_weather", ["city"])
 
 
 def test_the_start_page_runs(cluster):
