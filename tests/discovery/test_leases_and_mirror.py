@@ -16,10 +16,10 @@ from tanghulu.discovery.instance_wire import instance_from_bytes, instance_to_by
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import Conflict, InvalidRequest, MasterUnavailable, Overloaded
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import Role
 from tests.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tests.store.master.running_master import instance
+from tests.virtual.clock import ManualClock
 
 PUT, DELETE, SYNCED = EventKind.PUT, EventKind.DELETE, EventKind.SYNCED
 

@@ -20,12 +20,12 @@ import uvloop
 import xxhash
 
 from tanghulu.auth.tls import ServerTls
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor, SessionKey
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.server import SegmentServer
+from tests.virtual.clock import ManualClock
 
 HOST_ID = "test-host"
 SEGMENT_BYTES = 80 << 20

@@ -26,22 +26,6 @@ class SystemClock:
         return time.monotonic()
 
 
-class ManualClock:
-    """Virtual time for tests and simulation; moves only by ``advance``."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now_s(self) -> float:
-        """Return the virtual time in seconds."""
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        """Move time forward by ``seconds`` (asserts that it is not negative)."""
-        assert seconds >= 0, "time does not go back"
-        self._now_s += seconds
-
-
 class Backoff:
     """Pauses between the attempts of one caller, spread so that many callers do not try at the same moments.
 

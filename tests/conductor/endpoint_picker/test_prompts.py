@@ -15,9 +15,9 @@ from tanghulu.conductor.routing_service.service import ANYBODY, RoutingClient, R
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest, ModelUnsupported
 from tanghulu.hashing import BlockExtras
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import BlockHash
 from tests.conductor.endpoint_picker.rig import model_folder
+from tests.virtual.clock import ManualClock
 
 HASHER = Hasher(BlockHash(b"root"), 2, "xxh3_128")
 

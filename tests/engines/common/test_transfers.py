@@ -19,9 +19,9 @@ from tanghulu.errors import (
     MasterUnavailable,
     TanghuluError,
 )
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.store.client.model import Status
+from tests.virtual.clock import ManualClock
 
 LAYERS, LAYER_BYTES, NUM_BLOCKS = 3, 4, 8
 BLOCK_BYTES = LAYERS * LAYER_BYTES

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from tanghulu.engines.common.options import LevelOptions
 from tanghulu.engines.vllm.tier_jobs import EndedJob, TierJobs
 from tanghulu.errors import MasterUnavailable
-from tanghulu.runtime.clock import Clock, ManualClock
+from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.block_store import BlockStore
 from tanghulu.types import ChunkKey
 from tests.store.client.test_block_store import Chunks
+from tests.virtual.clock import ManualClock
 
 ROW_BYTES, NUM_ROWS = 100, 8
 DEADLINE_S = 30

@@ -20,9 +20,9 @@ from tanghulu.errors import (
     StoreFull,
     TanghuluError,
 )
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.block_store import KEYS_PER_CALL, MAX_FAILED_LOOKUPS, MAX_REST_S, BlockStore, Breaker
 from tanghulu.store.client.model import Status
+from tests.virtual.clock import ManualClock
 
 
 class Chunks:

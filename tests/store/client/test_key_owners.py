@@ -9,7 +9,6 @@ from msgspec import structs
 
 from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, PeerId, owner_peer
 from tanghulu.store.client.logic.key_owners import KeyOwners, SplitCall
@@ -37,6 +36,7 @@ from tanghulu.store.protocol.messages import (
 from tanghulu.store.protocol.range_map import RangeMap
 from tanghulu.store.protocol.terms import Renewals, Signature, Term
 from tanghulu.types import Address
+from tests.virtual.clock import ManualClock
 
 A, B = Address("10.0.0.1", 7400), Address("10.0.0.2", 7400)
 PEER_A, PEER_B = owner_peer(A), owner_peer(B)

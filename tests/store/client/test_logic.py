@@ -19,7 +19,6 @@ from tanghulu.errors import (
 )
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.wire import Failure
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic import operations, query
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.directory_client import refresh_nodes
@@ -41,6 +40,7 @@ from tanghulu.store.protocol import checksums, methods
 from tanghulu.store.protocol.directory_messages import NodesReply, PlaceReply
 from tanghulu.store.protocol.messages import Done, Found, GetReply, KeysReply, LocateReply, Location, PutReply
 from tanghulu.store.protocol.terms import NO_TERM
+from tests.virtual.clock import ManualClock
 
 OK = PutOptions()
 NAMES = {method.number: method.name for method in methods.METHODS}

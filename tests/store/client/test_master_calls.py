@@ -11,7 +11,6 @@ import pytest
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, KeysMoved, MasterUnavailable, NodeUnavailable, NotLeader
 from tanghulu.rpc.fast_client import Reply
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, PeerId, Sleep, owner_peer
 from tanghulu.store.client.logic.master_calls import MasterCalls
@@ -20,6 +19,7 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import LocateReply, LocateRequest, ProveReply
 from tanghulu.store.protocol.terms import Renewals, Signature, Term
 from tanghulu.types import Address
+from tests.virtual.clock import ManualClock
 
 LOCATE = methods.LOCATE.call(LocateRequest(["k"], False))
 ETCD = 7

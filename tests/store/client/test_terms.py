@@ -19,7 +19,6 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic import operations
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.logic.master_calls import admitted
@@ -53,6 +52,7 @@ from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import Address, ChunkKey, Role
 from tests.store.client.test_logic import OK, FakeCluster
 from tests.store.master.running_master import instance, master_here
+from tests.virtual.clock import ManualClock
 
 ETCD, LEASE = 77, 5
 

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import KeysMoved, Overloaded
 from tanghulu.rpc.fast_server import Peer
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.events import EventRing
@@ -25,6 +24,7 @@ from tanghulu.store.protocol.announcements import ChunkEntry, NodeAnnouncement, 
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind, EventBatch, EventsRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES, NUM_SLOTS, range_of
 from tests.store.master.running_master import instance
+from tests.virtual.clock import ManualClock
 
 K = DirectoryEventKind
 

@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tanghulu.rpc.wire import parser_of
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.replication.planner import Progress
@@ -19,6 +18,7 @@ from tanghulu.store.protocol.announcements import NodeAnnouncement
 from tanghulu.store.protocol.directory_messages import NodesReply, NodesRequest
 from tanghulu.store.protocol.key_slots import NUM_RANGES
 from tests.store.master.running_master import FixedOwnership, instance
+from tests.virtual.clock import ManualClock
 
 
 def answer(nodes: NodeList, request: NodesRequest) -> NodesReply:

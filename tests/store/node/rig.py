@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tanghulu.errors import TanghuluError
 from tanghulu.eviction import make_policy
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
 from tanghulu.store.node.state.tenant_usage import TenantUsage
@@ -12,6 +11,7 @@ from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey, LeaseId
+from tests.virtual.clock import ManualClock
 
 CAPACITY = 64 * 64
 LEASE_MS = 1000

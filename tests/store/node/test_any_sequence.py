@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tanghulu.errors import LeaseExpired, Overloaded, StoreFull, TanghuluError
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, LeaseId
 from tests.store.node.rig import CAPACITY, COPIES, MAPS, commit, make_state, new, reserve_or_wait
+from tests.virtual.clock import ManualClock
 
 # --- any sequence
 

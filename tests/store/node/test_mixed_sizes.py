@@ -10,7 +10,6 @@ import pytest
 from tanghulu.auth.tenants import Tenant
 from tanghulu.errors import Overloaded, StoreFull, TanghuluError
 from tanghulu.eviction import Policy, make_policy
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.space import space
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.chunk_table import Published
@@ -22,6 +21,7 @@ from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import COPIES, MAPS, SUM, Outcome, finished, new, reserve_or_wait
+from tests.virtual.clock import ManualClock
 
 CAPACITY = 1 << 16
 SMALL = 256

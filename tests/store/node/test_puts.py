@@ -11,7 +11,6 @@ import pytest
 from tanghulu.auth.tenants import Identity, Right
 from tanghulu.errors import LeaseExpired, MasterUnavailable
 from tanghulu.rpc.fast_server import Later, Peer
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Session, Sessions
@@ -34,6 +33,7 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor, SessionKey
 from tanghulu.types import ChunkKey, InstanceId
 from tests.store.node.rig import CAPACITY, COPIES, GENERATION, MAPS, make_state
+from tests.virtual.clock import ManualClock
 
 STEP_BYTES = 64
 SIZE = 1024

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import xxhash
 
 from tanghulu.eviction import make_policy
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.protocol.types import Pin
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
+from tests.virtual.clock import ManualClock
 
 CAPACITY = 4 << 20
 SESSION = 7

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.slices import Opcode
+from tests.virtual.clock import ManualClock
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tanghulu.errors import NodeUnavailable
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.network import Poller, StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection
 from tanghulu.types import Address
 from tests.transfer_engine.sim.transport import Pipe, SimTransport
+from tests.virtual.clock import ManualClock
 
 _TICK_S = 1e-9  # the shortest wait: less than that is lost when it is added to the time
 _FIRST_FD = 1 << 24  # no descriptor of the process is that high

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, MemorySegment, SegmentDescriptor
@@ -30,6 +29,7 @@ from tanghulu.transfer_engine.engine import (
 from tanghulu.transfer_engine.transports.tcp import transport as tcp
 from tests.transfer_engine.segment_process import random_bytes
 from tests.transfer_engine.sim.network import SimNetwork, Weather
+from tests.virtual.clock import ManualClock
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 ADDRESS = "owner:1"

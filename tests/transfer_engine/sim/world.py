@@ -17,7 +17,6 @@ from collections.abc import Callable
 import numpy as np
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferBatch, TransferHandle, TransferRequest
 from tests.transfer_engine.sim.actors import (
@@ -32,6 +31,7 @@ from tests.transfer_engine.sim.actors import (
 from tests.transfer_engine.sim.mapper import Mapper
 from tests.transfer_engine.sim.network import SimNetwork, Weather
 from tests.transfer_engine.sim.transport import SimTransport
+from tests.virtual.clock import ManualClock
 
 
 class World:

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from tanghulu.errors import ConfigError
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.core.segment import NO_SESSION, Endpoint, SegmentDescriptor
@@ -26,6 +25,7 @@ from tanghulu.transfer_engine.topology.devices import (
 from tanghulu.transfer_engine.topology.discovery import discover, load
 from tanghulu.transfer_engine.topology_command import COMMAND
 from tanghulu.transfer_engine.transports.tcp import transport as tcp
+from tests.virtual.clock import ManualClock
 
 ETH0 = NetworkDevice("eth0", "10.0.0.1/24", numa_node=0, speed_mbit_s=25_000)
 ETH1 = NetworkDevice("eth1", "10.0.1.1/24", numa_node=1, speed_mbit_s=100_000)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.session.outputs import FinishReason, Output, PhaseTimes
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import Computed, EngineCore, KvTransfers
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
 from tanghulu.workers.engine.scheduler import EngineCoreConfig
 from tanghulu.workers.engine.step import CommittedBlock, FetchWanted, Sampled, StepPlan
+from tests.virtual.clock import ManualClock
 from tests.workers.tiny import BLOCK, request
 
 LAYOUT = KvLayout(block_tokens=BLOCK, num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")

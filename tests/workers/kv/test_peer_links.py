@@ -13,7 +13,7 @@ import pytest
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, PeerSilent, TransferFailed
 from tanghulu.rpc import dialling
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.runtime.clock import ManualClock, SystemClock
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.session.outputs import KvSource
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier
@@ -23,6 +23,7 @@ from tanghulu.workers.kv.peer_links import SilenceWatch
 from tanghulu.workers.kv.peer_reader import PeerReader
 from tests.rpc.service import until
 from tests.rpc.test_silent_hosts import out_of_reach
+from tests.virtual.clock import ManualClock
 from tests.workers.kv.test_staging import LAYOUT, NAME, Holder, buffers, bytes_of
 from tests.workers.peers import export_at, prefix_at
 from tests.workers.rig import read_export

@@ -16,7 +16,6 @@ from structlog.testing import capture_logs
 
 from tanghulu.errors import ConfigError
 from tanghulu.eviction import POLICIES, make_policy
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.space.frames import MAX_FRAMES
 from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
@@ -35,6 +34,7 @@ from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
+from tests.virtual.clock import ManualClock
 
 CAPACITY = 64 * UNIT
 QUEUE = 16 * UNIT

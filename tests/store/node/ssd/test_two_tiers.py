@@ -10,7 +10,6 @@ import pytest
 from tanghulu.errors import ChunkNotFound
 from tanghulu.eviction import make_policy
 from tanghulu.eviction.base import Policy
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState
 from tanghulu.store.node.state.chunk import Chunk
@@ -23,6 +22,7 @@ from tanghulu.store.protocol.types import NewChunk, Pin, Tier
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import reserve_or_wait
+from tests.virtual.clock import ManualClock
 
 NUM_IN_MEMORY, NUM_BELOW = 8, 16
 
