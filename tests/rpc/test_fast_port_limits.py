@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -60,18 +62,34 @@ async def test_those_who_begin_a_handshake_and_do_not_end_it_make_way(
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(b"\x16\x03\x01"[: number % 4])  # the beginning of a ClientHello
             silent.append((reader, writer))
-            await until(lambda: served.fast_port.num_handshakes > 0)
         for reader, _ in silent[:5]:
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(1), 30) == b""
-        assert served.fast_port.num_handshakes == 3
+        assert not any(reader.at_eof() for reader, _ in silent[5:])
         connection = await AsyncFastConnection.connect(address, tls=TlsFiles(ca=authority.ca))
-        assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
+        silent += [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
+        for reader, _ in silent[5:13]:
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(1), 30) == b""
+        assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"], "its handshake has ended"
         await connection.close()
-        for _, writer in silent[5:7]:
-            writer.close()
-        await until(lambda: served.fast_port.num_handshakes <= 1)
     for _, writer in silent:
+        writer.close()
+
+
+async def test_a_connection_without_a_descriptor_for_its_handshake_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptor(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    async with serving(ServerTls(TlsFiles(cert=cert, key=key), mutual=False)) as served:
+        monkeypatch.setattr(os, "dup", no_descriptor)
+        reader, writer = await asyncio.open_connection(served.fast_port.address.host, served.fast_port.address.port)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(1), 30) == b""
         writer.close()
 
 
@@ -120,13 +138,15 @@ async def guarded(served: Served, tmp_path: Path) -> Served:
     return served
 
 
-async def test_an_unknown_peer_may_send_little(guarded: Served) -> None:
+@pytest.mark.parametrize("num_sent", [0, fast_server.MAX_UNKNOWN_BYTES + 1])
+async def test_an_unknown_peer_may_send_little(guarded: Served, num_sent: int) -> None:
     """It cannot have the process keep megabytes of a frame that it never finishes."""
     address = guarded.fast_port.address
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(PREAMBLE + HEAD.pack(0, 60 << 20, ECHO, 0, 1) + bytes(fast_server.MAX_UNKNOWN_BYTES + 1))
+    writer.write(PREAMBLE + HEAD.pack(0, 60 << 20, ECHO, 0, 1) + bytes(num_sent))
     answer = await asyncio.wait_for(reader.read(), 30)
     assert b"UNAUTHORIZED" in answer
+    assert b"send HELLO first" in answer
     writer.close()
 
 
@@ -188,3 +208,16 @@ async def test_a_hello_is_not_waited_for_for_ever(guarded: Served, monkeypatch: 
     writer.close()
     assert (await asyncio.to_thread(known.call, ECHO, ASK, REPLY)).message.node_ids == ["k"]
     known.close()
+
+
+async def test_a_large_frame_is_not_served_after_the_end(served: Served) -> None:
+    served.service.max_connections = 0
+    reader, writer = await asyncio.open_connection(served.fast_port.address.host, served.fast_port.address.port)
+    body = encode(ASK)
+    small, large = (encode_head(ECHO, 3, len(body), size) + body for size in (0, 1 << 20))
+    writer.write(PREAMBLE + small + large)
+    assert b"has reached its limit" in await asyncio.wait_for(reader.read(), 30)
+    writer.write(bytes(1 << 20))
+    await until(lambda: not served.service.peers)
+    assert served.closed == 0, "a served echo notes the end of its connection"
+    writer.close()

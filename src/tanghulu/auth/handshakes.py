@@ -35,9 +35,6 @@ class Handshakes:
         """Accept a new connection."""
         return _Arrival(self)
 
-    def __len__(self) -> int:
-        return len(self._under_way)
-
     def begin(self, sock: socket.socket) -> None:
         """Start the handshake of a connection; the oldest one is closed if there are too many."""
         self._under_way[sock] = asyncio.ensure_future(self._shake(sock))
@@ -70,9 +67,14 @@ class _Arrival(asyncio.Protocol):
         self._owner = owner
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        try:
+            sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError as error:  # no descriptor is left
+            _log.debug("handshakes.failed", error=str(error))
+            return
+        finally:
+            transport.close()  # the connection lives on in its other descriptor
         sock.setblocking(False)
-        transport.close()  # the connection lives on in its other descriptor
         self._owner.begin(sock)
 
 

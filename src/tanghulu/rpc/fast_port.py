@@ -117,11 +117,6 @@ class FastPort:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.unix_path)
 
-    @property
-    def num_handshakes(self) -> int:
-        """Number of unfinished TLS handshakes."""
-        return 0 if self._handshakes is None else len(self._handshakes)
-
     def enter(self, transport: asyncio.Transport) -> None:
         """Count a new connection; if too many have sent no preamble, the oldest of those is closed.
 

@@ -308,12 +308,7 @@ class FastServerProtocol(asyncio.Protocol):
             return
         if self._service.guarded and self._peer.identity is None:
             self._unknown_bytes += len(data)
-            if self._unknown_bytes > MAX_UNKNOWN_BYTES:
-                self._end(
-                    Unauthorized(
-                        f"more than {MAX_UNKNOWN_BYTES} bytes came before a HELLO with a token; send HELLO first"
-                    )
-                )
+            if self._ends_unknown(0):
                 return
         try:
             if self._frames is None and not self._held_up:
@@ -353,8 +348,16 @@ class FastServerProtocol(asyncio.Protocol):
         partial = self._reader.partial
         if self._frames is None and partial is not None:
             self._coming.begin()
-            if partial.missing >= BULK_BYTES:
+            if partial.missing >= BULK_BYTES and not self._ends_unknown(partial.missing):
                 self._read_by(_Bulk(self, partial))
+
+    def _ends_unknown(self, missing_bytes: int) -> bool:
+        """End the connection if its peer sends, or announces, too much before it authenticates."""
+        is_known = not self._service.guarded or self._peer.identity is not None
+        if is_known or self._unknown_bytes + missing_bytes <= MAX_UNKNOWN_BYTES:
+            return False
+        self._end(Unauthorized(f"more than {MAX_UNKNOWN_BYTES} bytes before a HELLO with a token; send HELLO first"))
+        return True
 
     def _end_of_sense(self, error: InvalidRequest) -> None:
         self._service.rare_log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
@@ -385,7 +388,9 @@ class FastServerProtocol(asyncio.Protocol):
         """Take the completed large frame."""
         self._coming.end()
         self._read_by(self)
-        self._take(self._reader.finish())
+        frame = self._reader.finish()
+        if self._ending is None:
+            self._take(frame)
 
     def _end(self, error: TanghuluError) -> None:
         """Send the reason and disconnect. Further input is read and dropped: a reset would overtake the answer."""
