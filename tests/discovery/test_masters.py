@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tanghulu.discovery.masters import MasterFinder
+from tanghulu.discovery.instance_wire import InstanceEntry
+from tanghulu.discovery.masters import MasterFinder, leader_in
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, NotLeader, error_from_code
 from tanghulu.masters import Masters
+from tanghulu.rpc.wire import encode
 from tanghulu.store.protocol.terms import Term, TermFence
 from tanghulu.types import Address
 
@@ -57,6 +59,8 @@ def test_the_guess_follows_the_answers() -> None:
     assert finder.current == Address("elsewhere", 9), "a leader that the list does not name"
     finder.failed(Address("elsewhere", 9), NodeUnavailable("refused"))
     assert finder.current == A
+    finder.failed(A, NotLeader.naming("no address"))
+    assert finder.current == B
 
 
 def test_one_master_is_the_master() -> None:
@@ -70,6 +74,12 @@ def test_with_an_etcd_it_is_asked_again() -> None:
     assert finder.current is None
     with pytest.raises(MasterUnavailable, match="etcd"):
         finder.find_blocking()
+
+
+def test_a_malformed_leader_in_etcd_is_no_master() -> None:
+    for value in (b"{", encode(InstanceEntry("m", "master", "no address"))):
+        with pytest.raises(MasterUnavailable, match="malformed"):
+            leader_in(value)
 
 
 def test_a_node_refuses_older_terms_of_the_same_etcd() -> None:

@@ -73,6 +73,8 @@ async def test_a_page_costs_a_token_of_no_use_elsewhere() -> None:
         (302, {"location": "/elsewhere"}, b""),
         (200, {}, b"\xff"),
         (200, {}, b"no metrics {"),
+        (200, {}, b"# TYPE \x1c counter"),
+        (200, {}, b"m " + b"9" * 400),
     ],
 )
 async def test_what_is_no_page_is_not_read(status: int, headers: dict[str, str], body: bytes) -> None:
@@ -87,5 +89,5 @@ async def test_the_scheme_and_the_path_are_the_clusters() -> None:
     for odd in ("http://h:1", "h:1/x?", "h:1#", "me@h:1", "h"):
         with pytest.raises(InvalidRequest):
             metrics_url(odd)
-    assert await scrape(["http://127.0.0.1:1/x?y="]) == [None]
+    assert await scrape(["http://127.0.0.1:1/x?y=", "a\N{SUPERSCRIPT TWO}:80"]) == [None, None]
     assert Address.parse("h:1")

@@ -212,7 +212,7 @@ class _Reader:
     def tensor_place(self) -> TensorPlace:
         name = self.string()
         (num_dimensions,) = self.take("I")
-        if num_dimensions > _MAX_DIMENSIONS:
+        if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise struct.error(f"tensor {name!r} has {num_dimensions} dimensions")
         shape = self.take(f"{num_dimensions}Q")
         ggml_type, offset = self.take("IQ")

@@ -8,11 +8,12 @@ restarts.
 
 from __future__ import annotations
 
+import contextlib
 from random import Random
 
 from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
 from tanghulu.discovery.instance_wire import instance_from_bytes
-from tanghulu.errors import KeysMoved, MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.errors import InvalidRequest, KeysMoved, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.clock import Backoff
 from tanghulu.types import Address
@@ -38,8 +39,11 @@ def leader_key(namespace: str) -> bytes:
 
 
 def leader_in(value: bytes | None) -> Address | None:
-    """Return the leader's address in the key's value."""
-    return instance_from_bytes(value).address if value else None
+    """Return the leader's address in the key's value; raises MasterUnavailable if it is malformed."""
+    try:
+        return instance_from_bytes(value).address if value else None
+    except InvalidRequest as error:
+        raise MasterUnavailable(f"the leader's entry in etcd is malformed: {error.message}") from error
 
 
 class MasterFinder:
@@ -65,10 +69,13 @@ class MasterFinder:
         """Note that ``tried`` did not answer as the leader; another caller may have noted that before."""
         if tried != self._current or not self.several:
             return
-        named = error.leader if isinstance(error, NotLeader) else ""
-        self.answered |= isinstance(error, NotLeader)
-        if named:
-            self._current = Address.parse(named)
+        named: Address | None = None
+        if isinstance(error, NotLeader):
+            self.answered = True
+            with contextlib.suppress(InvalidRequest):  # it names none, or not by an address
+                named = Address.parse(error.leader)
+        if named is not None:
+            self._current = named
         elif self.masters.in_etcd:
             self._current = None
         else:

@@ -31,12 +31,15 @@ Samples: TypeAlias = list[tuple[str, Mapping[str, str], float]]
 
 
 def samples_in(text: str) -> Samples:
-    """Return the samples of one page."""
-    return [
-        (sample.name, sample.labels, sample.value)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    ]
+    """Return the samples of one page; raises ValueError if it is malformed."""
+    try:
+        return [
+            (sample.name, sample.labels, float(sample.value))  # the parser keeps integers of any size
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+    except (IndexError, OverflowError) as error:
+        raise ValueError(f"the page is malformed: {error}") from error
 
 
 def summed(samples: Samples) -> dict[str, float]:
@@ -92,8 +95,8 @@ async def _page(
                     return []
                 text = await _text(answer.raise_for_status())
             return samples_in(text)
-        except (httpx.HTTPError, OSError, ValueError, InvalidRequest):  # ssl's errors may arrive unwrapped
-            return None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, InvalidRequest):
+            return None  # an OSError, too: ssl's errors may arrive unwrapped
 
 
 async def _text(answer: httpx.Response) -> str:

@@ -107,6 +107,7 @@ def test_setup_refuses_keywords_that_mooncake_lacks(arguments: dict[str, Any]) -
         ({"master_server_addr": "nowhere"}, "nowhere"),
         ({"global_segment_size": "many"}, "global_segment_size is 'many'"),
         ({"global_segment_size": -1}, "global_segment_size is -1"),
+        ({"global_segment_size": float("inf")}, "global_segment_size is inf"),
         ({"tenant_id": ""}, "tenant_id ''"),
         ({"tenant_id": 7}, "tenant_id is 7"),
     ],

@@ -174,6 +174,15 @@ def test_no_byte_in_the_head_of_a_gguf_file_is_a_traceback(head: tuple[Path, dic
             load_tokenizer_assets(source)
 
 
+def test_a_gguf_tensor_without_dimensions_is_refused(head: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = head
+    name, before = _string("output_norm.weight"), path.read_bytes()
+    at = before.index(name) + len(name)
+    path.write_bytes(before[:at] + bytes(4) + before[at + 4 + 8 :])  # its one dimension, and the size of that
+    with pytest.raises(ModelUnsupported, match="0 dimensions"):
+        load_model(resolve_model(str(path)), torch.float32)
+
+
 def _mutated(values: dict[str, Any], *more: str) -> Iterator[dict[str, Any]]:
     yield from (values | {key: value} for key in (*values, *more) for value in ANYTHING)
     for key, value in values.items():

@@ -77,7 +77,7 @@ class SetupOptions:
         size = given.get("global_segment_size", _DEFAULT_SEGMENT_BYTES)
         try:
             given["global_segment_size"] = parse_size(size.replace(" ", "")) if isinstance(size, str) else int(size)
-        except (InvalidRequest, TypeError, ValueError) as error:
+        except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequest(f"global_segment_size is {size!r:.80}, not a size: {error}") from None
         return cls(**given)
 
