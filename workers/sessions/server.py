@@ -284,6 +284,8 @@ class SessionHub(Generic[RequestT]):
     ) -> None:
         if pending:  # events of commands before the snapshot: they precede it
             self._spread(pending, load)
+        if session.ended:
+            return
         session.outbox.snapshot()
         session.welcome = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load.shared)
         self._sessions.add(session)
@@ -362,6 +364,7 @@ class SessionHub(Generic[RequestT]):
 
     def _leave(self, peer: Peer) -> None:
         session = self._open.pop(peer)
+        session.ended = True
         self._sessions.discard(session)
         self._cancel_timer(session)
         self._abort_all(session)

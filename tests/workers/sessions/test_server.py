@@ -19,7 +19,7 @@ from tanghulu.workers.engine.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine.step import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.sessions import outbox, server, wire
-from tanghulu.workers.sessions.server import SessionHub
+from tanghulu.workers.sessions.server import SessionHub, TakesSnapshot
 
 
 def _submit(request_id: str) -> ToWorker:
@@ -266,3 +266,16 @@ def test_a_snapshot_fits_a_frame(monkeypatch):
     hashes = [BlockHash(number.to_bytes(16, "big")) for number in range(9)]
     welcome = wire.welcome_message(InstanceId("w"), 1, hashes, 0, WorkerLoad())
     assert list(welcome.cached_blocks) == hashes[:5]
+
+
+async def test_a_conductor_that_leaves_before_its_snapshot_is_sent_nothing(scene):
+    here, _, idle = scene
+    takes: list[TakesSnapshot] = []
+    here.engine.snapshot = takes.append
+    gone = _Conductor(here.hub, "gone")
+    gone.close()
+    takes[0]([], EngineLoad(), [KvEvent(KvEventKind.STORED, BlockHash(bytes(16)))])
+    assert (await idle.read()).message.kv_events, "the events before the snapshot are everybody's"
+    here.step()
+    await idle.read()
+    assert gone._wire.sent == []
