@@ -258,6 +258,24 @@ def test_leases_over_tcp(leasing: SegmentProcess, engine: TransferEngine):
     assert leasing.peek(1000, 500) == data.tobytes()
 
 
+def test_a_link_is_not_closed_under_a_wake(
+    mortal: SegmentProcess, engine: TransferEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """The number of a closed descriptor may be another file's by the time that the wake writes to it."""
+    link = engine.open_segment(mortal.descriptor, transport="tcp")._peers["tcp"].connect()
+    closing, write = threading.Thread(target=link.close), os.eventfd_write
+
+    def write_late(fd: int, value: int) -> None:
+        closing.start()
+        closing.join(0.2)
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    link.wake()
+    closing.join()
+    link.wake()
+
+
 def test_one_refused_request_leaves_the_others(leasing: SegmentProcess, engine: TransferEngine):
     session = leasing.open_session(7, None)
     remote = engine.open_segment(leasing.descriptor, session, transport="tcp")

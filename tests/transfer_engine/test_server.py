@@ -180,6 +180,30 @@ async def test_a_slice_that_drips_is_cut(bench: Bench):
     assert gone.result()
 
 
+async def test_a_peer_is_not_read_from_until_it_takes_its_replies(bench: Bench):
+    peer, num_heads = await bench.peer(), 10_000
+    peer.say(hello())
+    assert await peer.reply() == (0, b"")
+    (connection,) = bench.server.admission.connections
+    transport = connection._transport  # type: ignore[attr-defined]
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    async def say_and_do_not_listen() -> None:
+        peer.say(*(Head(Op.READ, number, 0, 0, 2, 0, 10).pack() for number in range(num_heads)))
+        async with asyncio.timeout(30):
+            while not transport.get_write_buffer_size():  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0.01)
+        assert not transport.is_reading()
+        assert transport.get_write_buffer_size() < 1000  # one refusal
+
+    await say_and_do_not_listen()
+    assert [(await peer.reply())[0] for _ in range(num_heads)] == [*range(num_heads)]
+    await say_and_do_not_listen()
+    for _ in range(2):
+        bench.server.admission.cut_stalled()
+    assert transport.is_closing()
+
+
 @pytest.mark.parametrize("bench", [{"hello_s": 0.1}], indirect=True)
 async def test_a_hello_is_not_waited_for_for_ever(bench: Bench):
     silent, known = await bench.peer(), await bench.peer()

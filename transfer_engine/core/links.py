@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from abc import ABC, abstractmethod
 from typing import Generic, Protocol, TypeVar
 
@@ -52,6 +53,7 @@ class WiredLink(ABC, Generic[C]):
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, select.EPOLLIN)
         self._closed = False
+        self._waking = threading.Lock()  # held by a wake, so that ``close`` does not close the descriptor under it
 
     # --- provided by a transport
 
@@ -113,14 +115,16 @@ class WiredLink(ABC, Generic[C]):
 
     def wake(self) -> None:
         """End a ``poll`` in another thread."""
-        if not self._closed:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._waking:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """End every connection."""
         if self._closed:
             return
-        self._closed = True
+        with self._waking:
+            self._closed = True
         for path in list(self._connections):
             self.cut(path)
         self._poller.close()

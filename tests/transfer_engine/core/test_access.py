@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
-from tanghulu.runtime.clock import LEAST_BYTES_S, ManualClock
+from tanghulu.runtime.clock import LEAST_BYTES_S
 from tanghulu.transfer_engine.core import access
 from tanghulu.transfer_engine.core.access import TRANSITIONS, AccessTable, Freed, Lease, LeaseEvent, LeaseState, Opcode
+from tests.virtual.clock import ManualClock
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LOCAL, REMOTE = 1, 2

@@ -27,6 +27,8 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
+from tanghulu.transfer_engine.transports.onesided import control
+from tanghulu.transfer_engine.transports.onesided.link import OneSidedLink
 from tanghulu.transfer_engine.transports.rdma import transport as rdma
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
 from tanghulu.transfer_engine.transports.rdma.verbs import DeviceInfo
@@ -159,6 +161,25 @@ def test_a_range_is_compared_under_its_lease_alone(leasing: HereOwner, engine: T
         with pytest.raises(Exception, match="lease"):
             engine.transfer([TransferRequest(opcode, data, remote, offset, 1000, lease_id=lease, verify=True)], 5)
     leasing.owner.access.check()
+
+
+def test_leases_of_the_past_are_forgotten(
+    leasing: HereOwner, engine: TransferEngine, wires: Wires, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(control, "_MAX_KNOWN_LEASES", 4)
+    remote = engine.open_segment(leasing.descriptor, leasing.open_session(7, None), transport="rdma")
+    leases = [*(leasing.grant(7, 100 * number, 100, WRITE, False) for number in range(9)), 99]
+    requests = [
+        TransferRequest(WRITE, bytes(9), remote, 100 * number, 9, lease_id=lease) for number, lease in enumerate(leases)
+    ]
+    for _ in range(3):
+        errors = engine.submit(TransferBatch(requests)).wait(5).errors
+        assert [type(each) for each in errors] == [type(None)] * 9 + [LeaseExpired]
+        engine.transfer(requests[:1], 5)
+        (link,) = remote._pools["rdma"]._idle
+        assert isinstance(link, OneSidedLink)
+        (connection,) = link._connections.values()
+        assert len(connection.control.refusals) <= 5
 
 
 def test_control_connections_are_encrypted(wires: Wires, tmp_path: Path):

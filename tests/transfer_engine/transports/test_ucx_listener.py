@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import AsyncIterator
 
@@ -12,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import LeaseExpired, NodeUnavailable, Overloaded, TransferFailed, Unauthorized
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable, Freed
 from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, secret_numbers
+from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, name_hash, secret_numbers
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.wire import (
@@ -30,6 +30,7 @@ from tanghulu.transfer_engine.transports.onesided.wire import (
 from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 from tanghulu.transfer_engine.transports.ucx.agent import UCX, pack_granted, parse_granted
 from tanghulu.types import Address
+from tests.virtual.clock import ManualClock
 
 U64 = st.integers(0, (1 << 64) - 1)
 
@@ -210,6 +211,52 @@ async def test_leases(bench: Bench):
     assert StillAgent.made[0].closed
     assert [each.lease_id for each in bench.freed] == [lease]
     assert not bench.access.busy(0, 100)
+
+
+async def test_a_client_is_not_served_until_it_takes_its_answers(bench: Bench):
+    client, num_requests = await bench.client(), 10_000
+    await client.ask(ControlOp.CONNECT, 1)
+    (connection,) = bench.server.admission.connections
+    transport = connection._transport  # type: ignore[attr-defined]
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    async def say_and_do_not_listen() -> None:
+        for _ in range(num_requests):
+            client.say(ControlOp.ADMIT, 99)
+        async with asyncio.timeout(30):
+            while connection.progress is None:  # noqa: ASYNC110 - nothing signals it
+                await asyncio.sleep(0.01)
+        assert not transport.is_reading()
+        assert transport.get_write_buffer_size() < 100_000
+
+    await say_and_do_not_listen()
+    bench.server.admission.cut_stalled()
+    for _ in range(num_requests):
+        assert await client.answer() is not None
+    await say_and_do_not_listen()
+    bench.server.admission.cut_stalled()
+    assert not transport.is_closing()  # it has taken answers since the last time
+    bench.server.admission.cut_stalled()
+    assert transport.is_closing()
+
+
+async def test_others_have_a_turn_between_two_digests(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    lease, turn, together = bench.access.grant(7, 0, 100, Opcode.READ), [0], []
+
+    def digest(head: Head) -> int:
+        together.append(turn[0])
+        turn[0] += 1
+        asyncio.get_running_loop().call_soon(turn.clear)
+        asyncio.get_running_loop().call_soon(turn.append, 0)
+        return 5
+
+    monkeypatch.setattr(bench.server.admission, "digest", digest)
+    client = await bench.client()
+    await client.ask(ControlOp.CONNECT, 1)
+    request = ControlRequest(ControlOp.READ, lease, length=100)
+    client.say_bytes(UCX.pack_request(request) * 300)
+    assert [answer.digest for _ in range(300) if (answer := await client.answer())] == [5] * 300
+    assert not any(together)
 
 
 async def test_agents_are_bounded(bench: Bench):

@@ -36,6 +36,8 @@ class Digested(NamedTuple):
     refusal: TanghuluError | None
 
 
+#: Leases whose answers are kept; beyond that, those without a pending slice are dropped, and requested again if used.
+_MAX_KNOWN_LEASES = 1024
 #: Most bytes taken from the connection at once.
 _PIECE_BYTES = 1 << 16
 
@@ -53,7 +55,7 @@ class Control:
         self.token = secrets.randbits(63) | 1
         #: The owner's grant of the CONNECT, once it has answered.
         self.granted: bytes | None = None
-        #: By requested lease: why nothing may be posted under it; None if it may.
+        #: By requested lease, also of all pending slices: why nothing may be posted under it; None if it may.
         self.refusals: dict[int, TanghuluError | None] = {}
         self._path, self._dialect, self._fences = path, dialect, context.fences
         self._descriptor, self._session = context.descriptor, context.session
@@ -105,7 +107,10 @@ class Control:
         for token in tokens:
             self._request(ControlRequest(ControlOp.FENCE, token))
         if self._leased:
-            for lease_id in {piece.lease_id for piece in pieces} - self.refusals.keys():
+            leases = {piece.lease_id for piece in pieces}
+            if len(self.refusals) > _MAX_KNOWN_LEASES:
+                self.refusals = {each: self.refusals[each] for each in leases & self.refusals.keys()}
+            for lease_id in leases - self.refusals.keys():
                 self.refusals[lease_id] = None
                 self._request(ControlRequest(ControlOp.ADMIT, lease_id))
         self._send()

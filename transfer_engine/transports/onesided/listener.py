@@ -27,6 +27,7 @@ _BACKLOG = 256
 #: Most bytes that a client may send before its end is up: it needs only a few requests.
 _MAX_UNSERVED_BYTES = 8192
 _TOKEN_OPS = (ControlOp.CONNECT, ControlOp.FENCE, ControlOp.CLOSE)
+_DIGEST_OPS = (ControlOp.READ, ControlOp.WRITTEN)
 
 
 class FarEnd(Protocol):
@@ -213,6 +214,7 @@ class OneSidedServerConnection(asyncio.Protocol):
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
         self._admitted = False
+        self._writable = True
 
     @property
     def session_id(self) -> int:
@@ -245,16 +247,34 @@ class OneSidedServerConnection(asyncio.Protocol):
             return
         self._data += data
         self._serve_whole()
-        if len(self._data) > _MAX_UNSERVED_BYTES:
+        if self._making is not None and len(self._data) > _MAX_UNSERVED_BYTES:
             self.cut()
 
+    def pause_writing(self) -> None:
+        """Serve and receive no request until the client has received its answers."""
+        self._writable = False
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Go on."""
+        self._writable = True
+        self.sweep_mark = None  # this was progress
+        self._serve_whole()
+
     def _serve_whole(self) -> None:
+        """Serve whole requests, at most one digest at a turn of the loop: each may read 64 MiB."""
         try:
-            while self._open and self._making is None:
+            while self._transport is not None and self._open and self._making is None and self._writable:
                 request = self._dialect.take_request(self._data)
                 if request is None:
+                    self._transport.resume_reading()
                     return
                 self._serve(request)
+                if request.op in _DIGEST_OPS and self._data and self._writable:
+                    self._transport.pause_reading()
+                    asyncio.get_running_loop().call_soon(self._serve_whole)
+                    return
         except MalformedMessage as error:
             self._turn_away(error)
 
@@ -262,8 +282,8 @@ class OneSidedServerConnection(asyncio.Protocol):
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """None, unless a peer of another version does not disconnect: nothing else here could stall."""
-        return (-1, 0) if self._stranger else None
+        """None, unless a peer of another version does not disconnect, or a client does not receive its answers."""
+        return (-1, 0) if self._stranger or not self._writable else None
 
     def cut(self) -> None:
         """Close the end, now, and disconnect. An end still being made is closed unused."""
@@ -293,10 +313,10 @@ class OneSidedServerConnection(asyncio.Protocol):
             self._write(ControlAnswer(request.op, error))
 
     def _do(self, request: ControlRequest) -> int:
-        """Perform the request of an admitted connection; return the checksum, if it connect_payload for that."""
+        """Perform the request of an admitted connection; return the checksum, if it asks for one."""
         connected = self._connected
         assert connected is not None, "it has a token"
-        if request.op in (ControlOp.READ, ControlOp.WRITTEN):
+        if request.op in _DIGEST_OPS:
             return self._listener.digest(connected, request)
         if request.op is ControlOp.FENCE:
             self._listener.fence(request.number)

@@ -12,11 +12,11 @@ order. When the connection ends, for any reason, the owner closes its end.
 
 ``number`` is a connection's token (random, never 0) for CONNECT, FENCE and CLOSE, and a lease for the others.
 ``offset`` and ``length`` of CONNECT are the session's secret, without which it is refused. ADMIT requests a lease under
-which the client will use the end: once per lease and connection, also when a slice is retried over another, so that no
-slice begins under a lease that has ended. FENCE names a connection, of any transport but shm, that its client has given
-up: the owner cuts it, or refuses it if it arrives later, before it answers. CLOSE has the owner close this connection's
-end before it answers: from then on nothing sent through it can land. READ and WRITTEN request the xxh3_64 of a range of
-the segment, under a lease to read or to write it.
+which the client will use the end: at least once per lease and connection, also for a slice retried over another, so
+that no slice begins under a lease that has ended. FENCE names a connection, of any transport but shm, that its client
+has given up: the owner cuts it, or refuses it if it arrives later, before it answers. CLOSE has the owner close this
+connection's end before it answers: from then on nothing sent through it can land. READ and WRITTEN request the xxh3_64
+of a range of the segment, under a lease to read or to write it.
 """
 
 from __future__ import annotations

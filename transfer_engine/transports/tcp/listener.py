@@ -1,8 +1,8 @@
 """Serving side of the tcp transport: a port, and one protocol object per connection, straight into the segment.
 
 Owns a connection's parsing and its flow control. Its ``PeerAdmission`` decides what is allowed. A connection works on
-one slice at a time, in order; it stops reading while a READ is being sent, so a peer can make us hold no more than one
-head, one piece of payload and the kernel's buffers.
+one slice at a time, in order; it stops reading while anything waits to be sent, so a peer can make us hold no more than
+one head, one reply, one piece of payload and the kernel's buffers.
 
 Data goes to the socket by a system call of this file while the transport holds nothing back, and through the transport
 otherwise; for 64 KiB that is a third of the work of a slice.
@@ -140,16 +140,18 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._discard_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._fd = -1  # the transport's socket, if it has one, while it is open
-        self._admitted = self._paused = False
+        self._admitted = False
         self._writable = True
 
     # --- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set flow control, or refuse the peer when the server is full. (Both loops set TCP_NODELAY themselves.)"""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
-        # With 0, TLS would pause before anything waits.
-        self._transport.set_write_buffer_limits(high=1 if self._encrypted else 0)
+        stream = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        # With 0, TLS would pause before anything waits. With 1 it does here, for its own handshake, and resumes only
+        # when it has read: ``pause_writing`` must not know the transport yet.
+        stream.set_write_buffer_limits(high=1 if self._encrypted else 0)
+        self._transport = stream
         sock = transport.get_extra_info("socket")
         if sock is not None:
             self._fd = -1 if self._encrypted else sock.fileno()  # direct writes are not encrypted
@@ -206,14 +208,18 @@ class TcpConnection(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
-        """Record that something waits in the transport's buffer."""
+        """Receive nothing while something waits in the transport's buffer."""
         self._writable = False
+        if self._transport is not None:
+            self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Record that the transport's buffer is empty: everything written has left the segment."""
+        """Go on: the transport's buffer is empty, everything written has left the segment."""
         self._writable = True
         if self._phase is _SEND:
             self._send_on()
+        if self._writable and self._transport is not None:
+            self._transport.resume_reading()
 
     # --- for the admission
 
@@ -221,7 +227,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     def progress(self) -> tuple[int, int] | None:
         """(slice id, bytes moved) of the slice in work, None if there is none; a stall shows the same twice.
 
-        Anything else, such as an incomplete head, has a negative number.
+        Anything else, such as an incomplete head or an unsent reply, has a negative number.
         """
         if self._phase is _DISCARD:
             return (-1, self._discard_bytes)
@@ -229,9 +235,9 @@ class TcpConnection(asyncio.BufferedProtocol):
             return (-2, self._done_bytes)
         if self._phase is _STRANGER:
             return (-3, 0)
+        kept = 0 if self._writable or self._transport is None else self._transport.get_write_buffer_size()
         if self._work is None:
-            return (-4 - self._num_heads, self._head_bytes) if self._head_bytes else None
-        kept = self._transport.get_write_buffer_size() if self._phase is _SEND and self._transport is not None else 0
+            return (-4 - self._num_heads, self._head_bytes - kept) if self._head_bytes or kept else None
         return (self._work.slice_id, self._done_bytes - kept)
 
     def cut(self) -> None:
@@ -354,9 +360,6 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._phase, self._work, self._done_bytes = _SEND, head, end
         self._keep(sent, pieces)
         self._send_on()
-        if self._work is not None and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
 
     def _send_on(self) -> None:
         """Write pieces until the transport keeps one back; the slice ends when the last has left."""
@@ -367,7 +370,6 @@ class TcpConnection(asyncio.BufferedProtocol):
             done = self._done_bytes
             if done == head.length:
                 self._finish()
-                self._resume_reading()
                 return
             end = self._done_bytes = min(done + admission.piece_bytes, head.length)
             self._write(admission.view[head.offset + done : head.offset + end])
@@ -400,8 +402,3 @@ class TcpConnection(asyncio.BufferedProtocol):
             num_sent = max(0, num_sent - len(piece))
         if left and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(left)
-
-    def _resume_reading(self) -> None:
-        if self._paused and self._transport is not None:
-            self._paused = False
-            self._transport.resume_reading()
