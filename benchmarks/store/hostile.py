@@ -37,7 +37,7 @@ from tanghulu.rpc.wire import encode
 from tanghulu.store.client import Client
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
-from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.hostile.peers import Dripper, Forger, greeted
@@ -89,7 +89,7 @@ def huge_lists(address: str) -> None:
 
 def verification(address: str) -> None:
     """Calls that have 16 MiB verified a thousand times over."""
-    _repeat(address, methods.GET.number, encode(GetRequest(["large"] * 1000, 0, True)), 2)
+    _repeat(address, methods.UNPIN.number, encode(UnpinRequest([], 0, ["large"] * 1000, [])), 2)
 
 
 def foreign_commits(address: str) -> None:

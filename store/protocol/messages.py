@@ -164,13 +164,11 @@ class OpenBufferReply(FastMessage, frozen=True):
 class GetRequest(FastMessage, frozen=True):
     """Request values; those of up to ``max_inline_bytes`` come with the reply, without a pin.
 
-    ``verify``: the node compares the bytes with their checksums first; ``deadline_ms`` bounds the wait for promotions
-    from an SSD, 0: the node's default.
+    ``deadline_ms`` bounds the wait for promotions from an SSD, 0: the node's default.
     """
 
     keys: Sequence[str]
     max_inline_bytes: U32
-    verify: bool = False
     deadline_ms: U32 = 0
 
 

@@ -82,7 +82,7 @@ class AsyncioDriver(Driver):
             self._refuse_closed()
         self._require_loop()
         if self.context.leases.dropped or self.context.reads.due:
-            await self._give_back()
+            self.flush()
         try:
             effect = next(logic)
             while True:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.protocol.directory_messages import MAX_KEYS_PER_CALL
 
 #: Number of reads after which they are reported to the nodes.
 REPORT_READS = 64
@@ -78,7 +79,7 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self.noted: deque[tuple[PeerId, str, int]] = deque()
+        self.noted: deque[tuple[PeerId, str, int]] = deque(maxlen=MAX_KEYS_PER_CALL)  # the oldest matter least
         self.due = False
 
     def note(self, node: PeerId, key: str, size_bytes: int) -> None:

@@ -351,7 +351,8 @@ def _located(info: ChunkInfo, key: str, nodes: tuple[str, ...]) -> ChunkInfo:
 def eviction_policy(context: Context, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
     """Return the node's eviction policy, after switching to ``name`` if given."""
     yield from report_reads(context)
-    reply = yield from call_node(context, deadline, node, methods.EVICTION.call(EvictionPolicy(name or "")))
+    call = methods.EVICTION.call(EvictionPolicy(text("name", name or "")))
+    reply = yield from call_node(context, deadline, node, call)
     policy: EvictionPolicy = reply.message
     return policy.name
 

@@ -21,10 +21,10 @@ class KeyPage(NamedTuple):
     walked_to: str | None = None
 
 
-def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, most_dead: int = MAX_DEAD) -> KeyPage:
+def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int) -> KeyPage:
     """Return up to ``limit`` keys with ``prefix`` in order behind ``after``, and whether there are more.
 
-    A walk over ``most_dead`` keys without holders ends the page, and so does an order still to be built: the caller
+    A walk over MAX_DEAD keys without holders ends the page, and so does an order still to be built: the caller
     resumes behind ``walked_to`` in another step.
     """
     assert limit > 0
@@ -44,7 +44,7 @@ def list_keys(directory: RangeDirectories, prefix: str, after: str, limit: int, 
             listing.append(KeyInfo(key, found.size_bytes, found.version, found.node_ids))
             continue
         num_dead += 1
-        if num_dead >= most_dead:
+        if num_dead >= MAX_DEAD:
             return KeyPage(listing, True, key)
     return KeyPage(listing, False)
 

@@ -24,8 +24,8 @@ SILENT_S = 1.0
 class ReportGrants:
     """See the module; ``now_s`` is of one monotonic clock in all calls."""
 
-    def __init__(self, piece_keys: int = PIECE_KEYS) -> None:
-        self.piece_keys = piece_keys
+    def __init__(self) -> None:
+        self.piece_keys = PIECE_KEYS
         self._granted: dict[str, float] = {}  # node id -> time of its last request
         self._waiting: OrderedDict[str, float] = OrderedDict()
 

@@ -143,13 +143,10 @@ class CopyOrders:
             if each == node_id:
                 self.drop(node_id, drop)
 
-    def was_ordered_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
-        """Return whether the removal announced by ``node_id`` was ordered; True once per order. None: any version."""
-        if version is not None:
-            ordered = [(node_id, DropOrder(key, version, removed)) for removed in (False, True)]
-            ordered = [order for order in ordered if order in self._sent_drops]
-        else:
-            ordered = [order for order in self._sent_drops if order[0] == node_id and order[1].key == key]
+    def was_ordered_to_drop(self, node_id: str, key: str, version: int) -> bool:
+        """Return whether the removal announced by ``node_id`` was ordered; True once per order."""
+        orders = [(node_id, DropOrder(key, version, removed)) for removed in (False, True)]
+        ordered = [order for order in orders if order in self._sent_drops]
         for order in ordered:
             del self._sent_drops[order]
         return bool(ordered)

@@ -132,7 +132,7 @@ class CopyPlanner:
             if not self.orders.was_ordered_to_drop(node_id, key, version):
                 self._let_go(key)
         for key, version in announcement.deleted:
-            self._wanted.pop(key, None)
+            self._forget(key)
             self.orders.was_ordered_to_drop(node_id, key, version)
         self._drop_removed()
         if self.orders.active:
@@ -176,8 +176,12 @@ class CopyPlanner:
         wanted = self._wanted.get(key)
         if wanted is not None and wanted > 2:
             self._wanted[key] = wanted - 1
-        elif wanted is not None:
-            del self._wanted[key]
+        else:
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._wanted.pop(key, None)
+        self._lacking.pop(key, None)
 
     def _copied(self, copy: Copy, now_s: float) -> None:
         if copy.reason is Reason.FILL:
@@ -212,6 +216,7 @@ class CopyPlanner:
         nodes = self._directory.candidates()
         self.orders.share = len(self._directory.owned) / NUM_RANGES
         self.orders.expire(now_s)
+        self._failed = {key: until_s for key, until_s in self._failed.items() if now_s < until_s}
         self._notice(nodes, now_s)
         if now_s >= self._next_hot_keys_s:
             self._next_hot_keys_s = now_s + HOT_KEYS_PERIOD_S
@@ -284,8 +289,7 @@ class CopyPlanner:
             key = self._wanted_walk.pop()
             found = self._directory.find(key)
             if found is None:
-                self._wanted.pop(key, None)
-                self._lacking.pop(key, None)
+                self._forget(key)
             elif not self._examine(key, found, nodes, now_s):
                 self._wanted_walk.append(key)
                 return
@@ -300,15 +304,9 @@ class CopyPlanner:
             self._fill_with(key, found, nodes, now_s)
             return True
         drains = len(found.node_ids) > len(safe - on_its_way)
-        if self._failed_just_now(key, now_s) or not (drains or self._lacks_long(key, now_s)):
+        if key in self._failed or not (drains or self._lacks_long(key, now_s)):
             return True
         return self._copy(key, found, nodes, Reason.DRAIN if drains else Reason.RESTORE, now_s)
-
-    def _failed_just_now(self, key: str, now_s: float) -> bool:
-        if self._failed and self._failed.get(key, now_s) <= now_s:
-            self._failed.pop(key, None)
-            return False
-        return key in self._failed
 
     def _lacks_long(self, key: str, now_s: float) -> bool:
         if len(self._lacking) >= MAX_LACKING and key not in self._lacking:
@@ -365,7 +363,7 @@ class CopyPlanner:
             found, wanted = self._directory.find(key), min(self.requests.wanted(key), self._num_takers)
             if found is None or self.orders.targets_of(key) or len(found.node_ids) >= wanted:
                 continue
-            if not self._failed_just_now(key, now_s) and not self._copy(key, found, nodes, Reason.HOT, now_s):
+            if key not in self._failed and not self._copy(key, found, nodes, Reason.HOT, now_s):
                 return  # no room for more orders now
 
     def _cool_down(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
@@ -390,6 +388,7 @@ class CopyPlanner:
         self.requests.check()
         assert all(count > 1 for count in self._wanted.values())
         assert len(self._lacking) <= MAX_LACKING
+        assert self._lacking.keys() <= self._wanted.keys()
         assert len(self._extra) <= MAX_EXTRA_KEYS
         assert len(self._failed) <= MAX_FAILED
         assert len(self._removing) <= MAX_FAILED

@@ -125,6 +125,7 @@ class MasterConversation:
         self.master = self.owner or await self._masters.find()
         shown = self._masters.masters.credentials_for(self.master)
         self._connection = await AsyncFastConnection.connect(self.master, shortcut=True, tls=shown.tls.to(MASTER))
+        self.sent_s = asyncio.get_running_loop().time()
         await greet(self._connection, shown, self._call_deadline_s)
         self._broken = asyncio.get_running_loop().create_future()
         self._send()

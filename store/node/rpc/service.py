@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ import structlog
 from msgspec import structs
 
 from tanghulu.auth.tenants import Right
-from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.methods import PROTOCOL_VERSION, Method
 from tanghulu.rpc.slow_peers import PendingBytes
@@ -334,8 +334,8 @@ class NodeService:
         """Return small values inside the answer, others pinned; those on the SSD are promoted first."""
         check_count(len(request.keys))
         session = session_of(peer)
-        if request.verify or (self._promoter is not None and self._promoter.is_cold(request.keys)):
-            return self._get_key_by_key(session, request)
+        if self._promoter is not None and self._promoter.is_cold(request.keys):
+            return self._get_key_by_key(session, request, self._promoter)
         if len(request.keys) > STEP_ITEMS:
             return self._get_in_steps(session, request)
         items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
@@ -372,23 +372,20 @@ class NodeService:
             self._chunks.end_call()
             await asyncio.sleep(0)
 
-    async def _get_key_by_key(self, session: Session, request: GetRequest) -> Answer:
-        """Get keys one by one if they are promoted from the SSD, or verified: memory may not have room for all.
+    async def _get_key_by_key(self, session: Session, request: GetRequest, promoter: Promoter) -> Answer:
+        """Get keys one by one, as they are promoted from the SSD: memory may not have room for all.
 
         So beyond a part of the memory the answer ends, and the client asks again for the remaining keys.
         """
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         num_bytes, pinned_bytes, answer = 0, 0, object()
-        verifier = Verifier(self._chunks, self._puts) if request.verify else None
         try:
             num_looked = 0
-            async for key, error, from_ssd in self._in_memory(request):
+            async for key, error, from_ssd in promoter.each(request.keys, self._until(request.deadline_ms)):
                 num_looked += 1
                 if num_looked % STEP_ITEMS == 0:
                     await asyncio.sleep(0)
-                if error is None and verifier is not None:
-                    error = await self._corrupt(ChunkKey(key), verifier)
                 if error is not None:
                     items.append(Failure.of(error))
                     continue
@@ -404,23 +401,6 @@ class NodeService:
         finally:
             self._unsent.note(answer, 0)
         return GetReply(items, self._leases.lease_ms, self._state.newest_term), values
-
-    async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None, bool]]:
-        if self._promoter is None:
-            for key in request.keys:
-                yield key, None, False
-            return
-        async for each in self._promoter.each(request.keys, self._until(request.deadline_ms)):
-            yield each
-
-    async def _corrupt(self, key: ChunkKey, verifier: Verifier) -> ChecksumMismatch | None:
-        """Return the answer for a corrupt chunk."""
-        chunk = self._chunks.find(key)
-        if chunk is None or not await verifier.drop_if_corrupt(chunk):
-            return None
-        return ChecksumMismatch(
-            f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and have been dropped; try again"
-        )
 
     def _get(
         self, session: Session, keys: Sequence[str], max_inline_bytes: int, budget: int
@@ -458,9 +438,7 @@ class NodeService:
         return chunk
 
     def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
-        """End leases; check chunks reported corrupt by a reader."""
-        check_count(len(request.corrupt))
-        check_count(len(request.read))
+        """End leases, even if the rest is refused; check chunks reported corrupt by a reader."""
         session = session_of(peer)
         self._traffic.bytes_read["shm"] += request.bytes_read
         if len(request.lease_ids) > STEP_ITEMS or len(request.read) > STEP_ITEMS:
@@ -477,6 +455,7 @@ class NodeService:
 
     async def _unpin_in_steps(self, session: Session, request: UnpinRequest) -> Answer:
         await self._unpin_all(session, request.lease_ids, request.read)
+        check_count(len(request.read))
         return await self._look_at(request.corrupt)
 
     async def _unpin_all(self, session: Session, lease_ids: Sequence[int], read: Sequence[str] = ()) -> None:
@@ -493,6 +472,7 @@ class NodeService:
         await asyncio.shield(unpinning)
 
     async def _look_at(self, keys: Sequence[str]) -> Answer:
+        check_count(len(keys))
         verifier = Verifier(self._chunks, self._puts)
         for key in keys:
             chunk = self._chunks.find(ChunkKey(key))
@@ -512,21 +492,22 @@ class NodeService:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
         until_s = self._until(request.deadline_ms)
+        since = 0 if self._promoter is None else self._promoter.num_decided
         removed = self._remove(request.keys[:STEP_ITEMS])
-        return self._removed(request.keys, removed, until_s)
+        return self._removed(request.keys, removed, since, until_s)
 
     def _remove(self, keys: Sequence[str]) -> bytes:
         removed = bytes(self._chunks.remove(ChunkKey(key)) for key in keys)
         self._puts.room_changed()
         return removed
 
-    async def _removed(self, keys: Sequence[str], removed: bytes, until_s: float) -> Answer:
+    async def _removed(self, keys: Sequence[str], removed: bytes, since: int, until_s: float) -> Answer:
         for at in range(STEP_ITEMS, len(keys), STEP_ITEMS):
             await asyncio.sleep(0)
             removed += self._remove(keys[at : at + STEP_ITEMS])
         await self._puts.removals_acknowledged(until_s)
         if self._promoter is not None:
-            await self._promoter.settled(until_s)
+            await self._promoter.settled(since, until_s)
         return KeysReply(removed)
 
     def stat(self, peer: Peer, request: KeysRequest, attachment: memoryview) -> Answer:

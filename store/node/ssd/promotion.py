@@ -111,9 +111,14 @@ class Promoter:
         self._room_changes.set()
         self._room_changes.clear()
 
-    async def settled(self, until_s: float) -> None:
+    @property
+    def num_decided(self) -> int:
+        """See SsdTier.settled."""
+        return self._tier.num_given
+
+    async def settled(self, since: int, until_s: float) -> None:
         """See SsdTier.settled: removed chunks stay removed."""
-        await self._tier.settled(until_s)
+        await self._tier.settled(since, until_s)
 
     async def close(self) -> None:
         """End all promotions."""

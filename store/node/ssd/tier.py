@@ -90,13 +90,13 @@ class SsdTier:
         self._pending: deque[_Pending] = deque()
         self._under_way: list[_Pending] = []
         self._batch: asyncio.Future[list[_Outcome]] | None = None
-        self._num_given = self._num_done = 0
+        self.num_given = self._num_done = 0  # decisions of the state
         self._settling: list[tuple[int, asyncio.Future[None]]] = []
         self._buffer_freed = asyncio.Event()  # set for a moment
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
         self._readers = ThreadPoolExecutor(NUM_READ_THREADS, thread_name_prefix="tier-read")
         self._sync_wanted = False
-        self._wipe_error: OSError | None = None
+        self._failed_wipe: tuple[int, OSError] | None = None  # the last final one, with its number
         self._closed = self._has_shrunk = False
 
     async def populate(self) -> None:
@@ -170,7 +170,7 @@ class SsdTier:
                 assert chunk is not None, "only an evicted chunk is written"
                 buffer = self._fill(each.entry, chunk)
             self._pending.append(_Pending(each, buffer, final))
-            self._num_given += 1
+            self.num_given += 1
         self._work()
 
     def _fill(self, entry: SsdChunk, chunk: Chunk) -> IoBuffer:
@@ -202,7 +202,7 @@ class SsdTier:
         batch, self._under_way = self._under_way, []
         is_full = any(error is not None and error.errno in _FULL for error in future.result())
         unbacked = self.file.unbacked() if is_full else []
-        for pending, error in zip(batch, future.result(), strict=True):
+        for number, (pending, error) in enumerate(zip(batch, future.result(), strict=True), self._num_done + 1):
             if pending.buffer is not None:
                 self._down.give_back(pending.buffer)
             if error is not None and not unbacked:
@@ -212,7 +212,7 @@ class SsdTier:
             elif error is not None:
                 self.state.counters.write_errors += 1
                 if pending.final:
-                    self._wipe_error = error
+                    self._failed_wipe = number, error
         if unbacked:
             self._shrink(unbacked)
         self._num_done += len(batch)
@@ -233,22 +233,23 @@ class SsdTier:
             if not future.done():
                 future.set_result(None)
 
-    async def settled(self, until_s: float) -> None:
+    async def settled(self, since: int, until_s: float) -> None:
         """Wait until all decisions so far are in the file, so that removed chunks stay removed after a restart.
 
-        Raises NodeUnavailable if the file cannot be written, DeadlineExceeded at ``until_s`` (the loop's time).
+        Raises NodeUnavailable if a chunk dropped after the first ``since`` of ``num_given`` may come back,
+        DeadlineExceeded at ``until_s`` (the loop's time).
         """
         await self.performed(until_s)
-        if self._wipe_error is not None:
-            error, self._wipe_error = self._wipe_error, None
+        if self._failed_wipe is not None and self._failed_wipe[0] > since:
+            error = self._failed_wipe[1]
             raise NodeUnavailable(f"the SSD tier could not forget a removed chunk ({error}); remove it again")
 
     async def performed(self, until_s: float) -> None:
         """Wait until all decisions so far were tried; raises DeadlineExceeded at ``until_s`` (the loop's time)."""
-        if self._num_done == self._num_given:
+        if self._num_done == self.num_given:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._settling.append((self._num_given, future))
+        self._settling.append((self.num_given, future))
         try:
             async with asyncio.timeout_at(until_s):
                 await future
@@ -337,7 +338,7 @@ class SsdTier:
         self.state.check()
         writing = {p.instruction.entry for p in (*self._pending, *self._under_way) if isinstance(p.instruction, Write)}
         assert all(e in writing for e in self.state.entries() if e.state is SsdChunkState.WRITING)
-        assert self._num_given - self._num_done == len(self._pending) + len(self._under_way)
+        assert self.num_given - self._num_done == len(self._pending) + len(self._under_way)
 
     def __repr__(self) -> str:
         return f"SsdTier({self.file.path}, {self.state!r}, {len(self._pending) + len(self._under_way)} under way)"

@@ -125,10 +125,10 @@ class NodeState:
 
     def _admit(self, new: NewChunk, holder: Holder | None, *, may_pass: bool) -> Reserved | Existed | None:
         refuse_impossible(new, self._max_value_bytes)
-        if new.pin is Pin.HARD and (refusal := self.chunks.refuse_hard_pin(new.key, new.size_bytes)):
-            raise refusal
         if (existing := self.chunks.current_anywhere(new.key)) is not None:
             return self._existed(existing)
+        if new.pin is Pin.HARD and (refusal := self.chunks.refuse_hard_pin(new.key, new.size_bytes)):
+            raise refusal
         refuse_while(self.draining)
         return self._try_reserve(new, holder) if may_pass else None
 

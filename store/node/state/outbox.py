@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import itemgetter
 from typing import TypeVar
 
@@ -52,7 +53,8 @@ class ReportMessage:
     """One message to the master.
 
     ``report_id`` is of the running report, if any, ``ranges`` are those that it covers, and ``piece`` is a piece of it.
-    For a key in one of the ``moved`` ranges the master's answer is void: another owns them now.
+    For a key in one of the ``moved`` ranges the master's answer is void: another owns them now. None of its removals is
+    of an earlier epoch (see Flushes) than ``epoch``.
     """
 
     added: list[Holding] = field(default_factory=list)
@@ -65,6 +67,7 @@ class ReportMessage:
     piece: SlotPiece | None = None
     ranges: frozenset[int] = frozenset()
     moved: Set[int] = frozenset()
+    epoch: int = 0
 
     def concerns(self, key: ChunkKey) -> bool:
         """Return whether the master's answer on ``key`` counts."""
@@ -72,35 +75,43 @@ class ReportMessage:
 
 
 class Flushes:
-    """Callers waiting until all masters know of earlier removals, with the ranges that are still unacknowledged."""
+    """Callers waiting until all masters know of earlier removals, with the ranges that are still unacknowledged.
+
+    Each begins another epoch, and waits for the removals of those before: later ones may follow without end.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[Callable[[], None], set[int]] = {}
+        self.epoch = 0
+        self._open: dict[Callable[[], None], tuple[int, set[int]]] = {}
         self._ranges: set[int] = set()  # of all of them
 
     def add(self, done: Callable[[], None], ranges: Set[int]) -> None:
-        """Call ``done`` when the removals of all ``ranges`` are acknowledged."""
-        self._open[done] = set(ranges)
+        """Call ``done`` when the removals of all ``ranges`` until now are acknowledged."""
+        self._open[done] = self.epoch, set(ranges)
+        self.epoch += 1
         self._ranges |= ranges
 
     def discard(self, done: Callable[[], None]) -> None:
         """Forget ``done``, if it is there."""
         if self._open.pop(done, None) is not None:
-            self._ranges = set[int]().union(*self._open.values())
+            self._add_up()
 
     def wait_for(self, ranges: Set[int]) -> bool:
         """Return whether anybody waits for one of ``ranges``."""
         return not self._ranges.isdisjoint(ranges)
 
-    def acknowledged(self, ranges: Set[int]) -> None:
-        """Record that the owner of ``ranges`` has all removals there."""
-        if self._ranges:
-            self._ranges -= ranges
-        for done, waiting in list(self._open.items()):
-            waiting -= ranges
-            if not waiting:
-                del self._open[done]
-                done()
+    def acknowledged(self, ranges: Set[int], epoch: int) -> None:
+        """Record that the owner of ``ranges`` has all removals there of the epochs before ``epoch``."""
+        for done, (own, waiting) in list(self._open.items()):
+            if own < epoch:
+                waiting -= ranges
+                if not waiting:
+                    del self._open[done]
+                    done()
+        self._add_up()
+
+    def _add_up(self) -> None:
+        self._ranges = set[int]().union(*(waiting for _, waiting in self._open.values()))
 
 
 class MasterOutbox:
@@ -118,8 +129,8 @@ class MasterOutbox:
         self._added: dict[ChunkKey, Holding] = {}
         self._low_priority: dict[ChunkKey, Holding] = {}  # added, and nobody waits for it
         self._parked: dict[ChunkKey, Holding] = {}  # added, and the master does not know their slots yet
-        self._removed: dict[Removal, None] = {}
-        self._deleted: dict[Removal, None] = {}
+        self._removed: dict[Removal, int] = {}  # with their epochs, see Flushes
+        self._deleted: dict[Removal, int] = {}
         self._retracted: list[Removal] = []
         self._report: SlotReport | None = None
         self._unreported: set[int] = set()  # ranges that need a report
@@ -140,7 +151,8 @@ class MasterOutbox:
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """Remove a chunk: ``deleted`` on a client's order, or evicted, expired, corrupt."""
         self.forget(chunk)
-        (self._deleted if deleted else self._removed)[Removal(chunk.key, chunk.version)] = None
+        queue = self._deleted if deleted else self._removed
+        queue.setdefault(Removal(chunk.key, chunk.version), self._flushes.epoch)
         if len(self._removed) > MAX_QUEUED_REMOVALS:
             self._leave_removals_to_report()
         if len(self._deleted) > MAX_QUEUED_REMOVALS:  # the oldest are evictions now: copies elsewhere may come back
@@ -246,7 +258,9 @@ class MasterOutbox:
         chunks.
         """
         numbers, self._unreported = frozenset(self._unreported), set()
-        self._deleted.update((each, None) for each in deleted if range_of(each.key) in numbers)
+        for each in deleted:
+            if range_of(each.key) in numbers:
+                self._deleted.setdefault(each, self._flushes.epoch)
         self._report = SlotReport(report_id, chunks, is_reported, numbers)
         self._granted_keys = 0
         self._forget_known(numbers)
@@ -303,6 +317,10 @@ class MasterOutbox:
         is_in_flight = message is not None and bool(message.removed or message.deleted)
         return not (self._removed or self._deleted or self._dropped or is_in_flight)
 
+    def _oldest_epoch(self) -> int:
+        """Return the epoch of the oldest queued removal; the present one if there is none."""
+        return min(chain(self._removed.values(), self._deleted.values()), default=self._flushes.epoch)
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
@@ -312,6 +330,7 @@ class MasterOutbox:
         """Return the next message; possibly empty (a sign of life)."""
         assert self._in_flight is None, "one message at a time"
         message = ReportMessage(
+            epoch=self._oldest_epoch(),  # before they are taken
             added=_take_some(self._added, MAX_ANNOUNCED),
             removed=_take_keys(self._removed, MAX_REMOVED),
             deleted=_take_keys(self._deleted, MAX_REMOVED),
@@ -337,8 +356,8 @@ class MasterOutbox:
         if message.piece is not None and report is not None and report.report_id == message.report_id:
             report.done()  # otherwise the piece was of a report given up meanwhile
             self._end_report_if_over()
-        if self.removals_acknowledged:
-            self._flushes.acknowledged(self.ranges)
+        if not self._dropped and self._flushes.wait_for(self.ranges):
+            self._flushes.acknowledged(self.ranges, self._oldest_epoch())
 
     def _end_report_if_over(self) -> None:
         if self._report is not None and self._report.is_over:
@@ -360,7 +379,7 @@ class MasterOutbox:
             if chunk.held and range_of(chunk.key) in numbers and self._queued(chunk.key) is None:
                 self._added[chunk.key] = chunk
         for queued, sent in ((self._removed, message.removed), (self._deleted, message.deleted)):
-            queued.update((each, None) for each in sent if range_of(each.key) in numbers)
+            queued.update((each, message.epoch) for each in sent if range_of(each.key) in numbers)
 
     def check(self) -> None:
         """Assert that only existing chunks wait to be reported, and only those of the master's ranges."""
@@ -393,7 +412,7 @@ def _take_some(pending: dict[ChunkKey, Holding], limit: int) -> list[Holding]:
     return [pending.pop(key) for key in list(pending)[:limit]]
 
 
-def _take_keys(pending: dict[Removal, None], limit: int) -> list[Removal]:
+def _take_keys(pending: dict[Removal, int], limit: int) -> list[Removal]:
     taken = list(pending)[:limit]
     for key in taken:
         del pending[key]

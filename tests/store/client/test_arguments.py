@@ -137,6 +137,7 @@ WRONG_CALLS: dict[str, Callable[[Client], object]] = {
     "many holders": lambda c: c.replicate(["k"], holders=1 << 40),
     "for nan": lambda c: c.replicate(["k"], for_s=math.nan),
     "bytes to evict": lambda c: c.evict("node", num_bytes=-1),
+    "policy that is no UTF-8": lambda c: c.eviction_policy(c.nodes()[0].id, "\ud800"),
     "node of bytes": lambda c: c.drain(b"node"),  # type: ignore[arg-type]
 }
 

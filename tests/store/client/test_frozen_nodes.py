@@ -13,7 +13,7 @@ import tanghulu
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client.logic.effects import PeerId
 from tests.store.cluster import Cluster, Process, eventually
-from tests.store.fault_tools import DEADLINE_S, stopped, timed, value
+from tests.store.fault_tools import DEADLINE_S, SLACK_S, stopped, timed, value
 
 SIZE = 100_000 // 4096 * 4096
 
@@ -90,3 +90,13 @@ def test_another_holder_comes_first_until_the_frozen_one_answers(two: Cluster, s
         assert nodes.trusted_first([name, other]) == (other, name)
     eventually(lambda: not isinstance(outcome(lambda: store.eviction_policy(name)), TanghuluError))
     assert not nodes.is_suspect(name)
+
+
+async def test_leases_on_a_frozen_node_hold_up_no_other_call(two: Cluster) -> None:
+    async with tanghulu.aio.connect(two.address, transport="tcp", deadline_s=60.0) as store:
+        frozen = two.nodes[0]
+        (name,) = [each.id for each in await store.nodes() if each.address == str(frozen.address)]
+        with stopped(frozen.popen.pid):
+            store._driver.context.leases.drop(PeerId(name), 1)
+            async with asyncio.timeout(DEADLINE_S + SLACK_S):
+                assert not await store.exists("none", deadline_s=DEADLINE_S)

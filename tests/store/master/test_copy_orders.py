@@ -61,7 +61,7 @@ def test_two_versions_of_a_key_are_dropped_each() -> None:
     assert orders.take("a", 0.0)[1] == [DropOrder("x", 1), DropOrder("x", 2)]
     assert not orders.was_ordered_to_drop("a", "x", 3)
     assert orders.was_ordered_to_drop("a", "x", 2)
-    assert orders.was_ordered_to_drop("a", "x", None)
+    assert orders.was_ordered_to_drop("a", "x", 1)
     assert not orders.active
 
 

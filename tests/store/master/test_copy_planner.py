@@ -19,7 +19,7 @@ from tanghulu.store.master.replication.demand import (
     ReplicaRequests,
 )
 from tanghulu.store.master.replication.orders import Copy, Reason
-from tanghulu.store.master.replication.planner import GRACE_S, REMOVAL_S, CopyPlanner
+from tanghulu.store.master.replication.planner import FAILED_PAUSE_S, GRACE_S, REMOVAL_S, CopyPlanner
 from tanghulu.store.protocol.announcements import ChunkEntry, DropOrder, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.protocol.key_slots import NUM_SLOTS, range_of, slot_of
 from tanghulu.types import Address, InstanceId, Place, Role
@@ -321,6 +321,34 @@ def test_copies_that_fail_are_tried_again_after_a_pause() -> None:
     world.failing = 0.0
     world.run(5.0)
     assert world.planner.progress("a") == (0, True)
+
+
+def test_keys_that_are_gone_leave_room_for_those_that_lack_a_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_planner, "MAX_LACKING", 4)
+    world = World("a", "b", "c", "d")
+    world.put("a", "b", num=4, replicas=2, prefix="gone")
+    world.die("b")
+    world.run(GRACE_S / 2)
+    world.say("a", removed=[f"gone{i:04}" for i in range(4)])
+    world.put("a", "c", num=4, replicas=2)
+    world.die("c")
+    world.run(GRACE_S + 2.0)
+    assert all(world.holders(f"k{i:04}") == {"a", "d"} for i in range(4))
+
+
+def test_failed_copies_of_keys_that_are_gone_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_planner, "MAX_FAILED", 3)
+    world = World("a", "b")
+    world.put("a", num=3)
+    world.drain("a")
+    world.planner.walk(world.now_s, 10)
+    world.say("b", failed=[f"gone{i}" for i in range(3)])
+    world.run(FAILED_PAUSE_S + 1.0)
+    world.copies.clear()
+    world.put("a", num=3, prefix="new")
+    world.failing = 1.0
+    world.run(10.0)
+    assert 9 <= len(world.copies) <= 18, "not again and again"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tanghulu.errors import Conflict
 from tanghulu.store.followed_ranges import EventCursor
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory import ranges
+from tanghulu.store.master.directory import listing, ranges
 from tanghulu.store.master.directory.events import SHRINK_WEIGHT, EventRing, Lagged
 from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, PlacementTable
@@ -240,8 +240,9 @@ def test_cursor_does_not_mix_masters() -> None:
     assert not cursor.take(6, [], 10, 10)
 
 
-def test_a_page_does_not_walk_over_all_dead_keys_at_once() -> None:
+def test_a_page_does_not_walk_over_all_dead_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller goes on behind the last one that was looked at; no living key is left out."""
+    monkeypatch.setattr(listing, "MAX_DEAD", 4)
     living = {"k05": "node-a", "k11": "node-b"}
 
     class Table:
@@ -253,7 +254,7 @@ def test_a_page_does_not_walk_over_all_dead_keys_at_once() -> None:
 
     after, got, num_pages = "", [], 0
     while True:
-        page = list_keys(Table(), "k", after, 1, most_dead=4)  # type: ignore[arg-type]
+        page = list_keys(Table(), "k", after, 1)  # type: ignore[arg-type]
         got += [entry.key for entry in page.keys]
         num_pages += 1
         if not page.more:

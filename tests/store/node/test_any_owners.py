@@ -58,6 +58,12 @@ class AnyOwners(RuleBasedStateMachine):
         for (_, number), known in self.known.items():
             assert number != range_of(key) or known.get(key) != version, f"{key} was said to be removed"
 
+    @rule(key=st.sampled_from(KEYS))
+    def evict(self, key: str) -> None:
+        chunk = self.state.chunks.table.find(ChunkKey(key))
+        if chunk is not None:
+            self.state.chunks.evict(chunk)
+
     @rule()
     def report(self) -> None:
         self.state.begin_reports()

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.process import SupervisorLine
 from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.node.main import Node, NodeConfig
+from tanghulu.store.node.reporting import conversation
 from tanghulu.store.protocol.key_slots import range_of
 from tanghulu.types import Role
 from tests.store.master.running_master import InProcess, SeveralMasters, several_masters_here, until
@@ -131,3 +133,15 @@ async def test_puts_and_removals_while_ranges_move(masters: SeveralMasters, node
         for key in kept[-3:]:
             with await client.get(key, deadline_s=DEADLINE_S) as chunk:
                 assert chunk.bytes() == b"x" * 300
+
+
+async def test_masters_that_take_long_to_greet(masters: SeveralMasters, monkeypatch: pytest.MonkeyPatch) -> None:
+    greet = conversation.greet
+
+    async def slow(*arguments: Any) -> None:
+        await asyncio.sleep(0.3)  # several ticks of the node
+        await greet(*arguments)
+
+    monkeypatch.setattr(conversation, "greet", slow)
+    async with asyncio.timeout(DEADLINE_S), node_here(masters) as node:
+        await until(lambda: node.state.reports.map is not None and node._reporter.connected.is_set())

@@ -7,7 +7,6 @@ import gc
 import pytest
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.space.space import MAX_CARVED
 from tanghulu.store.node.state import outbox
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
@@ -35,6 +34,7 @@ from tests.store.node.rig import (
     put,
     reserve_or_wait,
 )
+from tests.virtual.clock import ManualClock
 
 # --- states
 
@@ -130,6 +130,8 @@ def test_soft_pins_go_last_and_hard_pins_never() -> None:
     assert keys(state) == ["hard", "huge"]
     with pytest.raises(StoreFull, match="hard pins"):
         reserve_or_wait(state, new("hard2", CAPACITY // 4, pin=Pin.HARD), None)
+    again = new("hard", CAPACITY // 4, pin=Pin.HARD)
+    assert isinstance(put(state, again), Existed), "a second put is a hit"
     state.check()
 
 
@@ -481,6 +483,8 @@ def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypat
         state.chunks.evict(next(iter(state.chunks.table)))
         queue.check()
     put(state, new("stays"))
+    flushed: list[str] = []
+    state.reports.flush(lambda: flushed.append("done"))
     message = queue.take()
     assert [c.key for c in message.added] == ["stays"], "an addition does not wait for removals"
     queue.done()
@@ -493,9 +497,60 @@ def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypat
     message = queue.take()
     assert message.piece is not None
     assert [c.key for c in message.piece.chunks] == ["stays"]
+    assert not flushed
     queue.done()
+    assert flushed
     assert queue.removals_acknowledged
     assert not queue.report_wanted
+
+
+def test_a_flush_waits_for_the_removals_before_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many follow, and though messages are lost."""
+    monkeypatch.setattr(outbox, "MAX_REMOVED", 2)
+    state = make_state()
+    queue, flushed, evicted = state.reports.leader, list[str](), list[str]()
+
+    def evict(num: int) -> None:
+        for _ in range(num):
+            key = f"k{len(evicted)}"
+            evicted.append(key)
+            state.chunks.evict(put(state, new(key)).chunk)
+
+    def sent() -> list[str]:
+        return [key for key, _ in queue.take().removed]
+
+    evict(3)
+    lost = sent()
+    state.reports.flush(lambda: flushed.append("done"))
+    evict(3)
+    queue.requeue()
+    acknowledged: list[str] = []
+    while not flushed:
+        acknowledged += sent()
+        evict(2)
+        assert not flushed
+        queue.done()
+    assert set(evicted[:3]) <= set(acknowledged)
+    assert lost == evicted[:2]
+    assert not queue.removals_acknowledged
+    state.check()
+
+
+def test_a_flush_waits_for_a_removal_that_is_repeated_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_REMOVED", 1)
+    state = make_state()
+    queue, flushed = state.reports.leader, list[str]()
+    for key in ("first", "again"):
+        put(state, new(key))
+        state.chunks.remove(ChunkKey(key))
+    state.reports.flush(lambda: flushed.append("done"))
+    put(state, new("again"))
+    state.chunks.remove(ChunkKey("again"))
+    for key in ("first", "again"):
+        assert not flushed
+        assert [each.key for each in queue.take().deleted] == [key]
+        queue.done()
+    assert flushed
 
 
 @pytest.mark.parametrize("checksums", [Checksums(), Checksums(0, (2**64 - 1,)), Checksums(4, (7, 8))])

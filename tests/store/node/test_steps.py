@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tanghulu.errors import InvalidRequest
 from tanghulu.eviction import make_policy
 from tanghulu.rpc.fast_server import Peer
 from tanghulu.rpc.wire import Failure
-from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeService
 from tanghulu.store.node.rpc.sessions import Session
@@ -25,11 +25,13 @@ from tanghulu.store.node.state.outcomes import Reserved
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, encode_head
 from tanghulu.store.node.writes.puts import STEP_ITEMS, PutService
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, compute
+from tanghulu.store.protocol.directory_messages import MAX_KEYS_PER_CALL
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, PutReply, UnpinRequest
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import SessionKey
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import COPIES, GENERATION, LEASE_MS, new, put, reserve_or_wait
+from tests.virtual.clock import ManualClock
 
 MANY = 5 * STEP_ITEMS
 
@@ -133,6 +135,11 @@ async def test_many_leases_that_are_given_back(monkeypatch: pytest.MonkeyPatch) 
         assert len(rig.state.leases) == 0
         assert released.most <= STEP_ITEMS
     assert released.total == 2 * MANY
+    for corrupt, read in (([], ["chunk"] * (MAX_KEYS_PER_CALL + 1)), (["chunk"] * (MAX_KEYS_PER_CALL + 1), [])):
+        lease_id = rig.state.leases.pin(chunk, COPIES).lease_id
+        with pytest.raises(InvalidRequest):
+            await rig.call(rig.service.unpin, UnpinRequest([lease_id], 0, corrupt, read))
+        assert len(rig.state.leases) == 0
 
 
 async def test_many_records_of_a_file_are_entered_while_others_go_on(

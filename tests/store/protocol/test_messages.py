@@ -115,7 +115,7 @@ EXAMPLES: list[FastMessage] = [
     ReserveRequest([NEW], 1000),
     ReserveReply([Reservation(1, 64, True), None, FAILURE]),
     CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4, NINE),
-    GetRequest(["a", "b"], 65536, True, 1000),
+    GetRequest(["a", "b"], 65536, 1000),
     GetReply([Found(8192, 7, SUMS, 1, 64, True, True), FAILURE], 5000, NINE),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),

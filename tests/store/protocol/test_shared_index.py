@@ -12,6 +12,7 @@ import tanghulu
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.logic.leases import REPORT_READS, Reads
+from tanghulu.store.protocol.directory_messages import MAX_KEYS_PER_CALL
 from tanghulu.store.protocol.shared_index import (
     ENTRIES_PER_BUCKET,
     HEADER_BYTES,
@@ -148,6 +149,9 @@ def test_reads_are_told_by_node_and_in_order() -> None:
     assert taken[odd][1] == 10 * REPORT_READS // 2
     assert not reads.noted
     assert reads.take() == {}
+    for i in range(MAX_KEYS_PER_CALL + 5):
+        reads.note(odd, f"k{i}", 10)
+    assert reads.take()[odd][0] == [f"k{i}" for i in range(5, MAX_KEYS_PER_CALL + 5)], "no more than a call may have"
 
 
 # --- with real processes

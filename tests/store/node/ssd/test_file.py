@@ -1,18 +1,28 @@
-"""The tier's aligned buffers, and whose file it takes."""
+"""The tier's aligned buffers, whose file it takes, and what it says when that fails."""
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.eviction import make_policy
+from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.file import Arena, TierFile
+from tanghulu.store.node.ssd.tier import SsdPlace, open_tier
+from tanghulu.store.node.state.chunk import Chunk, compact
 from tanghulu.store.node.state.ssd_record import UNIT
+from tanghulu.store.protocol.checksums import compute
+from tanghulu.store.protocol.types import Pin
+from tanghulu.types import ChunkKey
+from tests.virtual.clock import ManualClock
 
 CAPACITY = 64 * UNIT
 QUEUE = 16 * UNIT
@@ -74,3 +84,29 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="is not a file of user"):
         TierFile(tmp_path / "tier", CAPACITY)
     assert (tmp_path / "tier").stat().st_size == 0
+
+
+async def test_a_wipe_that_failed_is_reported_to_whoever_removed_the_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = TierAdmission("all", CAPACITY)
+    place, view = SsdPlace(tmp_path / "tier", CAPACITY, 0), memoryview(bytes(2))
+    tier = open_tier(place, view, admission, lambda: make_policy("lru"), ManualClock(), lambda entry: None)
+    until_s = asyncio.get_running_loop().time() + 30.0
+    for number in range(2):
+        sums = compact(compute(view[number : number + 1]))
+        tier.demote(Chunk.reserved(ChunkKey(f"k{number}"), 1, number, 1, sums, Pin.NONE, 0.0), None)
+    await tier.performed(until_s)
+    first, second = tier.entries()
+    since = tier.num_given
+    with monkeypatch.context() as broken:
+        broken.setattr(tier.file, "wipe", partial(os.posix_fallocate, -1, 0))
+        tier.drop(first)
+        await tier.performed(until_s)
+    since_then = tier.num_given
+    tier.drop(second)
+    await tier.settled(since_then, until_s)
+    for _ in range(2):
+        with pytest.raises(NodeUnavailable, match="could not forget"):
+            await tier.settled(since, until_s)
+    await tier.close()
