@@ -20,6 +20,8 @@ from tanghulu.session.outputs import FinishReason, TokenLogprobs
 from tanghulu.session.sampling import MAX_ENGINE_SEED, Sampling, engine_terms
 
 T = TypeVar("T")
+#: An engine's null: a probability of zero, whose logarithm JSON cannot express.
+LEAST_LOGPROB = -9999.0
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 

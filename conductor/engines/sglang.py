@@ -13,6 +13,7 @@ import msgspec
 
 from tanghulu.conductor.engines.client import EngineClient
 from tanghulu.conductor.engines.dialect import (
+    LEAST_LOGPROB,
     AnswerPiece,
     EngineAnswer,
     EngineCall,
@@ -105,7 +106,7 @@ def _logprobs(meta: _Meta, num_new: int) -> list[TokenLogprobs]:
     made = []
     for first, more in zip(own, top or [None] * len(own), strict=False):
         entries = [first, *(more or [])]
-        values = tuple(value if value is not None else float("-inf") for value, _, _ in entries)
+        values = tuple(LEAST_LOGPROB if value is None else value for value, _, _ in entries)
         made.append(TokenLogprobs(tuple(token for _, token, _ in entries), values))
     return made
 

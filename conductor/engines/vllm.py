@@ -9,6 +9,7 @@ import msgspec
 
 from tanghulu.conductor.engines.client import EngineClient
 from tanghulu.conductor.engines.dialect import (
+    LEAST_LOGPROB,
     AnswerPiece,
     EngineAnswer,
     EngineCall,
@@ -86,7 +87,7 @@ def _logprobs(given: _Logprobs, tokens: list[int], num_top: int) -> list[TokenLo
     for token, own, top in zip(tokens, given.token_logprobs, tops, strict=False):
         best = sorted((top or {}).items(), key=lambda each: -each[1])
         named = [(int(name.removeprefix(_TOKEN)), value) for name, value in best if name.startswith(_TOKEN)]
-        entries = [(token, own if own is not None else float("-inf")), *named[:num_top]]
+        entries = [(token, LEAST_LOGPROB if own is None else own), *named[:num_top]]
         made.append(TokenLogprobs(tuple(each for each, _ in entries), tuple(value for _, value in entries)))
     return made
 

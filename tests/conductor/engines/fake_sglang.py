@@ -19,6 +19,8 @@ class FakeSglang(FakeVllm):
     def __init__(self, folder: Path, *, incremental: bool = False, kv_events: dict[str, Any] | None = None) -> None:
         super().__init__(folder)
         self.incremental, self.kv_events = incremental, kv_events
+        #: Of each token; null stands for the logarithm of zero.
+        self.logprob: float | None = -0.5
 
     def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         match path:
@@ -46,6 +48,6 @@ class FakeSglang(FakeVllm):
         meta: dict[str, Any] = {"finish_reason": ends[reason], "completion_tokens": num, "cached_tokens": cached}
         told = ids[-1:] if self.incremental else ids[len(ids) - num :]
         if body["logprobs"]:
-            meta["output_token_logprobs"] = [[-0.5, each, None] for each in told]
+            meta["output_token_logprobs"] = [[self.logprob, each, None] for each in told]
             meta["output_top_logprobs"] = [[[-0.5, each, None]] for each in told]
         return {"text": "", "output_ids": told, "meta_info": meta}

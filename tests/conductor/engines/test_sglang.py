@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tanghulu.conductor.engines.dialect import EngineCall
+from tanghulu.conductor.engines.dialect import LEAST_LOGPROB, EngineCall
 from tanghulu.conductor.engines.sglang import SglangDialect, SglangStream
 from tanghulu.conductor.routing.requests import GenerationRequest
 from tanghulu.errors import InvalidRequest, NodeUnavailable
@@ -30,6 +30,9 @@ async def test_both_kinds_of_streams(fronts, folder, incremental):
         assert sent["priority"] == 2
         again = await front.complete()
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        front.servers[0].logprob = None
+        answer = await front.complete(logprobs=1)
+        assert answer["choices"][0]["logprobs"]["token_logprobs"] == [LEAST_LOGPROB] * 12
 
 
 @pytest.mark.parametrize("trouble", ["die", "abort"])
