@@ -182,6 +182,28 @@ async def test_a_long_body_is_no_header() -> None:
         assert (await _sent(address, plain, *[b"z" * 65_536] * 8)).endswith(b"524288")
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "apart"])
+async def test_the_body_of_a_request_that_offers_http_2_is_its_body(at_once: bool) -> None:
+    """Java's client offers it; nor may what others think to be a body become a request."""
+    body = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with served(_echo) as (host, port):
+        for protocol, expected in ((b"h2c", b"200"), (b"other", b"400")):
+            offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: x\r\n" % protocol
+            head = HEAD + offer + b"content-length: %d\r\n\r\n" % len(body)
+            reader, writer = await asyncio.open_connection(host, port)
+            for piece in (head + body,) if at_once else (head, body):
+                writer.write(piece)
+                await asyncio.sleep(0.05)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 " + expected), answer
+            writer.write(b"GET /closes HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                assert (await reader.read()).count(b"HTTP/1.1") == (expected == b"200"), "no answer but to the second"
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
 async def test_requests_that_wait_on_one_connection_have_a_bound() -> None:
     one = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
     async with served(_echo) as (host, port):

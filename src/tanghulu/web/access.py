@@ -94,12 +94,20 @@ class OwnSite:
                 "--allowed-hosts"
             )
         if origin is not None:
-            foreign = urlsplit(origin).netloc != host and not {origin, "*"} & self._origins
+            foreign = _site_of(origin) != host and not {origin, "*"} & self._origins
         else:  # a followed link has no origin
             is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
             foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link and "*" not in self._origins
         if foreign:
             raise Forbidden(f"pages of {(origin or 'other sites')[:128]} may not use this port; see --cors-origins")
+
+
+def _site_of(origin: str) -> str | None:
+    """Return the host and port in an Origin header; None if it is malformed."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _name_of(host: str) -> str:
@@ -310,5 +318,5 @@ def _shown(headers: Headers) -> tuple[str, bool]:
 def _refuse_other_sites(headers: Headers) -> None:
     """Raise Forbidden for a change requested by another page in a browser, with the cookie of this one."""
     origin = headers.get("origin")
-    if origin is None or urlsplit(origin).netloc != headers.get("host"):
+    if origin is None or _site_of(origin) != headers.get("host"):
         raise Forbidden("a cookie allows changes from pages of this address only; send Authorization: Bearer KEY")

@@ -28,7 +28,7 @@ from tanghulu.auth.api_keys import ApiKeysFile
 from tanghulu.auth.handshakes import Handshakes
 from tanghulu.auth.key_limits import KeyAccounts
 from tanghulu.auth.places import Strangers, host_of
-from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
+from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.runtime.limits import allow_descriptors
 from tanghulu.runtime.master_options import HttpOptions, ServerOptions
 from tanghulu.runtime.tasks import accept_no_more, beside
@@ -55,6 +55,8 @@ MAX_PIPELINED = 16
 READ_STALL_S = 30.0
 
 
+#: Java's client offers it with each request. The parser would take what follows as no longer HTTP/1.1.
+_H2C = re.compile(rb"\r\nupgrade:[ \t]*h2c[ \t]*(?=\r\n)", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:=+/@\-]{1,128}")
 
 
@@ -164,7 +166,8 @@ class _Connection(HttpToolsProtocol):
     #: The incoming header or trailer: its complete fields, and bytes that have not become a field or a body.
     _header_bytes = 0
     _loose_bytes = 0
-    _refusal: HeaderTooLarge | None = None
+    _in_body = False
+    _refusal: TanghuluError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -187,6 +190,9 @@ class _Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._loose_bytes += len(data)
+        if not self._in_body:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = b"%s%s%s" % (_H2C.sub(b"", head + end[:2]), end[2:], rest)
         super().data_received(data)
         if self._loose_bytes > MAX_HEADER_BYTES and self._refusal is None:
             self._refusal = _too_large()
@@ -224,7 +230,15 @@ class _Connection(HttpToolsProtocol):
                 f"{MAX_PIPELINED} requests wait on this connection; read their answers first"
             )
             raise self._refusal
+        self._in_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        if self._in_body and self.parser.should_upgrade():
+            self._refusal = InvalidRequest("the connection cannot be upgraded; send the request without Upgrade")
+            raise self._refusal
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -250,7 +264,7 @@ class _Connection(HttpToolsProtocol):
         if self._refusal is not None and self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()  # an answer is in progress, or due first
             return
-        if self._refusal is not None:
+        if isinstance(self._refusal, HeaderTooLarge):
             self.rare_log.warning("http.header_too_large", client=self.client)
         error = self._refusal or InvalidRequest(msg)
         response = answer_to(error)
