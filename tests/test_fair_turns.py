@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.fair_turns import MAX_IDLE, FairTurns
+from tanghulu.fair_turns import MAX_CLIENTS, FairTurns
 
 
 def serve(turns: FairTurns, waiting: list[tuple[float, str]], count: int) -> list[str]:
@@ -36,11 +36,14 @@ def test_nobody_saves_up_turns():
     assert serve(turns, waiting, 10).count("a") in (4, 5)
 
 
-def test_clients_that_wait_for_nothing_are_forgotten():
+def test_clients_that_come_once_are_forgotten():
     turns = FairTurns()
-    for number in range(10 * MAX_IDLE):
-        turns.served(turns.take(str(number)) + 1)
-    assert len(turns._next) <= MAX_IDLE
+    first = turns.take("often")
+    for number in range(2 * MAX_CLIENTS):
+        turns.served(turns.take(str(number)))
+        turns.take("often")
+    assert turns.take("often") == first + 2 * MAX_CLIENTS + 1
+    assert len(turns._next) == MAX_CLIENTS
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Clients whose turns have all been served are forgotten at this number of clients.
-MAX_IDLE: Final = 1024
+#: Clients whose turns are remembered; beyond, the one that has had no item for the longest time begins anew.
+MAX_CLIENTS: Final = 4096
 
 
 class FairTurns:
@@ -27,9 +27,9 @@ class FairTurns:
     def take(self, client: str, weight: float = 1.0) -> float:
         """Return the turn of an item of ``client`` arriving now."""
         assert weight > 0
-        turn = max(self._served, self._next.get(client, 0.0))
-        if len(self._next) >= MAX_IDLE:
-            self._next = {name: due for name, due in self._next.items() if due > self._served}
+        turn = max(self._served, self._next.pop(client, 0.0))
+        if len(self._next) >= MAX_CLIENTS:
+            del self._next[next(iter(self._next))]
         self._next[client] = turn + 1 / weight
         return turn
 
