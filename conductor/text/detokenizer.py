@@ -7,10 +7,11 @@ Owns one sequence's decoding state. Two ways, chosen by the tokenizer's decoder:
   the pieces are "" and "€".
 * all others (SentencePiece-like): decode a window that begins at the last piece that gave text, and emit what the new
   tokens add to it, unless that ends in U+FFFD, which may be an unfinished character (the method of Hugging Face TGI),
-  or in a byte token: one bad byte spoils its whole run of byte tokens, so a run is shown once it has ended.
+  or in a byte token: one bad byte spoils its whole run of byte tokens, so a run is shown once it has ended, or has
+  MAX_HELD tokens.
 
-Either way, the joined pieces are exactly the result of decoding everything at once. Special tokens are omitted, unless
-a request includes them.
+Either way, the joined pieces are the result of decoding everything at once (of longer runs, if they are valid). Special
+tokens are omitted, unless a request includes them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+#: Tokens held back at most, each of which costs a decoding of all of them.
+MAX_HELD = 32
+#: Bytes of a character.
+_MOST_BYTES = 4
 _BROKEN = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -113,12 +118,25 @@ class WindowDetokenizer:
             return ""
         before = self._decode(self._emitted)
         window = self._decode(self._emitted + self._fresh)
-        if len(window) <= len(before) or (not final and (window.endswith(_BROKEN) or self._ends_in_byte())):
-            return ""
-        # Where the emitted part alone decodes to nothing (a stripped leading space), it stays in the window: the next
-        # window must begin like this one, or the strip would be done twice.
-        self._emitted = self._fresh if before or not self._emitted else self._emitted + self._fresh
-        self._fresh = []
+        if not final and (len(window) <= len(before) or window.endswith(_BROKEN) or self._ends_in_byte()):
+            return self._take_whole_characters(before) if len(self._fresh) >= MAX_HELD else ""
+        return self._emit(len(self._fresh), before, window)
+
+    def _take_whole_characters(self, before: str) -> str:
+        """Return the text of the held tokens, but for a last, unfinished character."""
+        for num in range(len(self._fresh), len(self._fresh) - _MOST_BYTES, -1):
+            window = self._decode(self._emitted + self._fresh[:num])
+            if not window.endswith(_BROKEN):
+                return self._emit(num, before, window)
+        return self._emit(len(self._fresh), before, self._decode(self._emitted + self._fresh))
+
+    def _emit(self, num: int, before: str, window: str) -> str:
+        """Return what the first ``num`` tokens add to ``before`` in ``window``."""
+        tokens, self._fresh = self._fresh[:num], self._fresh[num:]
+        if len(window) > len(before):
+            # Where the emitted part alone decodes to nothing (a stripped leading space), it stays in the window: the
+            # next window must begin like this one, or the strip would be done twice.
+            self._emitted = tokens if before or not self._emitted else self._emitted + tokens
         return window[len(before) :]
 
     def _ends_in_byte(self) -> bool:
@@ -186,5 +204,6 @@ class DetokenizerFactory:
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a single token, special ones by name, for log probabilities."""
         if token in self.special or self._token_bytes is None:
-            return (self._tokenizer.id_to_token(token) or "").replace("▁", " ").encode()
+            text = self._tokenizer.id_to_token(token) or ""
+            return bytes.fromhex(text[3:5]) if _BYTE_TOKEN.fullmatch(text) else text.replace("▁", " ").encode()
         return self._token_bytes[token]

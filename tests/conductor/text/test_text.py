@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from tanghulu.conductor.text.chat_template import ChatTemplate
-from tanghulu.conductor.text.detokenizer import DetokenizerFactory, WindowDetokenizer, is_byte_level
+from tanghulu.conductor.text.detokenizer import MAX_HELD, DetokenizerFactory, WindowDetokenizer, is_byte_level
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_strings import StopMatcher
 from tanghulu.errors import InvalidRequest, ModelUnsupported
@@ -92,6 +92,19 @@ def test_window_holds_back_unfinished_bytes():
     detokenizer = WINDOW.new()
     euro = [SENTENCEPIECE.token_to_id(f"<0x{b:02X}>") for b in "€".encode()]
     assert [detokenizer.feed([t]) for t in (*euro, SENTENCEPIECE.token_to_id("!"))] == ["", "", "", "€!"]
+
+
+def test_a_long_run_of_bytes_is_shown_in_whole_characters():
+    tokens = [SENTENCEPIECE.token_to_id(f"<0x{b:02X}>") for b in ("你好" * 100).encode()]
+    pieces = _pieces(WINDOW.new(), tokens, range(len(tokens)))
+    assert "".join(pieces) == "你好" * 100
+    assert max(map(len, pieces)) <= MAX_HELD // 3 + 1
+    broken = [tokens[0]] * 1000
+    assert "".join(_pieces(WINDOW.new(), broken, range(1000))) == "\ufffd" * 1000
+
+
+def test_bytes_of_a_byte_token():
+    assert WINDOW.token_bytes(SENTENCEPIECE.token_to_id("<0xE2>")) == b"\xe2"
 
 
 def test_stop_strings_never_leak():
