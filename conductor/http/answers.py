@@ -21,12 +21,12 @@ Logprobs = Callable[[Sequence[TokenLogprobs]], Any]
 class Choice:
     """One choice as far as it has been read. Its text begins with ``echo``; without ``logprobs`` none are shown."""
 
-    def __init__(self, reader: AnswerReader, logprobs: Logprobs | None = None, echo: str = "") -> None:
+    def __init__(self, reader: AnswerReader, logprobs: Logprobs | None = None, echo: str | None = None) -> None:
         self.reader, self.logprobs, self.echo = reader, logprobs, echo
         #: Log probabilities of tokens whose text has not been shown yet.
         self.pending: list[TokenLogprobs] = []
         self.is_open = False
-        self._content: list[str] = [echo]
+        self._content: list[str] = [echo or ""]
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallBegin, list[str]]] = []
         self._finish = FinishReason.ABORTED
@@ -110,7 +110,7 @@ class ChoicesAnswer:
         piece = b""
         if not choice.is_open:
             choice.is_open = True
-            piece = writer.opening(index, choice.echo, choice.take_logprobs() if choice.echo else None)
+            piece = writer.opening(index, choice.echo, choice.take_logprobs() if choice.echo is not None else None)
         if choice.reader.is_plain and choice.logprobs is None:
             piece += writer.texts(index, delta.pieces)
         else:

@@ -45,7 +45,8 @@ def router(service: Service) -> APIRouter:
         async with reading(request, service, CompletionBody) as body:
             model = await service.find_model(body.model)
             parsed = await parse_completion(body, model)
-        skip, echoes = body.skip_special_tokens, [""] * len(parsed.requests)
+        skip = body.skip_special_tokens
+        echoes: list[str | None] = [None] * len(parsed.requests)
         if body.echo:
             echoes = [await in_thread(model.decode, request.prompt.tolist(), skip) for request in parsed.requests]
         call = service.start(f"cmpl-{body.call_id or uuid.uuid4().hex}", parsed)

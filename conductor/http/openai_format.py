@@ -48,11 +48,11 @@ class ChunkWriter:
         self._continuous_usage = continuous_usage
         self.is_chat = is_chat
 
-    def opening(self, index: int, echo: str = "", logprobs: Any = None) -> bytes:
+    def opening(self, index: int, echo: str | None = None, logprobs: Any = None) -> bytes:
         """Return a choice's beginning: its role in a chat, else the prompt's text if it is to be echoed."""
         if self.is_chat:
             return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
-        return self.delta(index, {"content": echo}, logprobs) if echo else b""
+        return self.delta(index, {"content": echo}, logprobs) if echo is not None else b""
 
     def texts(self, index: int, pieces: Sequence[str]) -> bytes:
         """Return a chunk for each piece of text; their common parts are built once."""

@@ -29,12 +29,12 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
     type: Annotated[Literal["text", "refusal"], BeforeValidator(_only_text)]
-    text: str = ""
-    refusal: str = ""
+    text: str | None = None
+    refusal: str | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.type not in self.model_fields_set:
+        if getattr(self, self.type) is None:
             raise ValueError(f"a part of type {self.type} requires the field {self.type}")
         return self
 
@@ -114,7 +114,7 @@ class Message(BaseModel):
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         content = self.content
         if isinstance(content, list):
-            content = "".join(part.text or part.refusal for part in content)
+            content = "".join(part.text or part.refusal or "" for part in content)
         elif content is None:
             content = self.refusal or ""
         if self.tool_calls:

@@ -53,7 +53,7 @@ class InputItem(BaseModel):
     """One item of ``input``: a message, a call of a function, its output, or a chain of thought."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    type: str = "message"
+    type: str | None = None
     role: str | None = None
     content: str | InputParts | None = None
     call_id: str | None = None
@@ -167,7 +167,7 @@ class ResponsesBody(RoutedBody):
             "logprobs": self.shows_logprobs,
             "top_logprobs": self.top_logprobs,
             "tools": [tool.for_chat() for tool in self.tools or ()] or None,
-            "tool_choice": _choice_for_chat(self.tool_choice),
+            "tool_choice": _choice_for_chat(self.tool_choice) if self.tools or self.tool_choice != "auto" else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._format_for_chat(),
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
@@ -204,7 +204,7 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     reasoning = ""
     for item in given:
-        match item.type:
+        match item.type or "message":
             case "message":
                 _add_message(messages, item)
             case "function_call":
@@ -221,7 +221,7 @@ def messages_of(given: str | list[InputItem]) -> list[dict[str, Any]]:
                     "input",
                 )
         if reasoning and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = reasoning
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
         reasoning = ""
     return messages
 

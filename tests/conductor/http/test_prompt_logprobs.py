@@ -65,6 +65,13 @@ class TestCompletions:
         later = [value for c in chunks[1:] if c["logprobs"] for value in c["logprobs"]["token_logprobs"]]
         assert later == [-0.5, -0.5]
 
+    async def test_in_a_stream_they_come_though_the_prompt_has_no_text(self, cluster):
+        await cluster.add()
+        body = {"prompt": "<|im_start|><|im_end|>", "echo": True, "logprobs": 1, "max_tokens": 0, "stream": True}
+        response = await cluster.http.post("/v1/completions", json=body)
+        first = json.loads(response.text.split("\n\n")[0][6:])["choices"][0]
+        assert (first["text"], len(first["logprobs"]["token_logprobs"])) == ("", 2)
+
     async def test_of_lists_and_of_single_tokens(self, cluster):
         await cluster.add()
         answer = await _completion(cluster, prompt=[IDS, [5]], echo=True, logprobs=1, max_tokens=0)

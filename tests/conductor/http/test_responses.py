@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tanghulu.conductor.http.responses.bodies import InputItem, messages_of
 from tanghulu.conductor.http.responses.routes import KeptResponse, KeptResponses
 from tanghulu.rpc.wire import Failure
 from tests.conductor.fake_worker import TOKENIZER
@@ -100,7 +101,7 @@ class TestItems:
                 "content": [{"type": "input_text", "text": "one "}, {"type": "input_text", "text": "two"}],
             },
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "three"}]},
-            {"role": "user", "content": "four"},
+            {"type": None, "role": "user", "content": "four"},
         ]
         async with _served(tmp_path, TEXT) as (client, cluster):
             await client.responses.create(model="tiny", input=items, instructions="be brief")
@@ -126,6 +127,15 @@ class TestItems:
             assert _prompt(cluster) == whole
             assert "<tool_response>\nrain" in whole
             assert '"city": "Köln"' in whole.split("weather?")[1]
+
+    def test_all_reasoning_of_a_turn_is_shown(self):
+        def reasoning(text: str) -> dict[str, object]:
+            return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        turn = [reasoning("one"), {"role": "assistant", "content": "x"}, reasoning(" two"), call]
+        items = [InputItem.model_validate(item) for item in turn]
+        assert messages_of(items)[0]["reasoning_content"] == "one two"
 
     async def test_calls_in_a_stream(self, tmp_path):
         async with _served(tmp_path, f"{CALL}\n{CALL}") as (client, _):

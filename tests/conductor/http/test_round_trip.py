@@ -115,7 +115,7 @@ class TestMessages:
         assert await self._text(cluster, {"role": "user"}, ASK) == empty
         assert await self._text(cluster, {"role": "user", "content": None}, ASK) == empty
         refused = await self._text(cluster, {"role": "assistant", "content": None, "refusal": "I won't"}, ASK)
-        part = {"type": "refusal", "refusal": "I won't"}
+        part = {"type": "refusal", "refusal": "I won't", "text": None}
         assert "I won't" in refused
         assert refused == await self._text(cluster, {"role": "assistant", "content": [part]}, ASK)
 
