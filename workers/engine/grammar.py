@@ -7,8 +7,11 @@ catches up with the existing tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +28,10 @@ _log = structlog.get_logger(__name__)
 
 #: Longest schema or expression accepted.
 MAX_GRAMMAR_CHARS = 65_536
-
+#: Compiled grammars kept for further requests; one takes up to 20 MB.
+MAX_KNOWN = 32
+#: Of the thread that compiles: llguidance recurses along chains of rules, of which a text may have thousands.
+_STACK_BYTES = 256 << 20
 
 _NO_TEXT = "it allows no text here; check it for rules that refer only to themselves"
 #: llguidance's names for states without an exit.
@@ -84,19 +90,38 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 class GrammarCompiler:
-    """Makes grammars over one tokenizer; ``eos_ids`` end a complete text."""
+    """Makes grammars over one tokenizer; ``eos_ids`` end a complete text.
+
+    They are compiled in a thread, which takes milliseconds, or seconds for thousands of properties; the first one takes
+    half a second more for a vocabulary of 50,000.
+    """
 
     def __init__(self, tokenizer_json: bytes, vocab: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab = vocab
         self._eos_ids = sorted(eos_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._known: dict[tuple[GrammarKind, str], LLMatcher] = {}
+
+    def compiling(self, kind: GrammarKind, text: str) -> Future[LLMatcher] | None:
+        """Begin to compile a grammar unless it is known; once that has ended, `compile` takes no time."""
+        return None if (kind, text) in self._known else self._thread.submit(self._compile, kind, text)
 
     def compile(self, kind: GrammarKind, text: str) -> Grammar:
-        """Return the grammar at its beginning; raises InvalidRequest that names its fault.
+        """Return the grammar at its beginning; raises InvalidRequest that names its fault."""
+        known = self._known.get((kind, text)) or self._thread.submit(self._compile, kind, text).result()
+        return Grammar(known.deep_copy(), self._vocab)
 
-        The first call takes about half a second for a vocabulary of 50,000, later ones milliseconds.
-        """
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        thread, size = ThreadPoolExecutor(1, "tanghulu-grammars"), threading.stack_size(_STACK_BYTES)
+        thread.submit(int).result()  # it begins with its first task
+        threading.stack_size(size)
+        return thread
+
+    def _compile(self, kind: GrammarKind, text: str) -> LLMatcher:
+        if (known := self._known.get((kind, text))) is not None:
+            return known
         if len(text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"a {kind.value} of {len(text)} characters is too long; the limit is {MAX_GRAMMAR_CHARS}"
@@ -112,15 +137,18 @@ class GrammarCompiler:
                 matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_lark(text), log_level=0)
             else:
                 matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_json_schema(text), log_level=0)
-        except ValueError as error:
+        except BaseException as error:  # a panic of llguidance is no Exception
             raise InvalidRequest(f"the {kind.value} cannot be used: {error}") from error
         if matcher.is_error():
             raise InvalidRequest(f"the {kind.value} cannot be used: {matcher.get_error()}")
-        grammar = Grammar(matcher, self._vocab)
+        grammar = Grammar(matcher.deep_copy(), self._vocab)
         grammar.allowed(np.empty(0, np.uint32))  # some faults appear only in the first mask
         if grammar.failure is not None:
             raise InvalidRequest(f"the {kind.value} cannot be used: {grammar.failure}")
-        return grammar
+        if len(self._known) >= MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        self._known[kind, text] = matcher
+        return matcher
 
     def _opened(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -74,7 +74,7 @@ class SessionOutbox:
     ) -> None:
         """Add the events and reads of ``num_steps`` steps, and the load after the last of them."""
         while self.added and self.added[0][0] <= load.num_added:
-            self._num_taken = self.added.popleft()[1]
+            self._num_taken = max(self._num_taken, self.added.popleft()[1])  # one with a grammar may come late
         self.num_steps += num_steps if self._outputs else 0
         self._events += events
         self._load = load.shared

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -80,6 +81,9 @@ class SessionEngine(Protocol[RequestIn]):
 
 class MakesRequests(Protocol[RequestOut]):
     """Makes an engine's requests from messages."""
+
+    def compiling(self, submit: Submit) -> Future[Any] | None:
+        """Begin what ``request`` would take long for, in a thread; None if it takes no time."""
 
     def request(self, submit: Submit) -> RequestOut:
         """Return the request described by ``submit``; raises InvalidRequest if it is not valid."""
@@ -234,15 +238,27 @@ class SessionHub(Generic[RequestT]):
         if self._draining:
             refused(Overloaded(f"worker {self._instance_id} is shutting down; use another worker"))
             return
-        try:
-            request = self._factory.request(submit)
-        except TanghuluError as error:
-            refused(error)
-            return
+
+        def begin(compiled: asyncio.Future[Any] | None = None) -> None:
+            if self._owners.get(request_id) is not session:
+                return  # it was aborted meanwhile
+            try:
+                if compiled is not None:
+                    compiled.result()
+                request = self._factory.request(submit)
+            except TanghuluError as error:
+                refused(error)
+                return
+            ids = {"x_request_id": submit.x_request_id, "traceparent": submit.traceparent}
+            _log.debug("request.taken", request=request_id, **ids)
+            self._engine.submit(request, lambda num_added: session.outbox.added.append((num_added, number)), refused)
+
         self._own(session, request_id)
-        ids = {"x_request_id": submit.x_request_id, "traceparent": submit.traceparent}
-        _log.debug("request.taken", request=request_id, **ids)
-        self._engine.submit(request, lambda num_added: session.outbox.added.append((num_added, number)), refused)
+        compiling = self._factory.compiling(submit)
+        if compiling is None:
+            begin()
+        else:
+            asyncio.wrap_future(compiling).add_done_callback(begin)
 
     def _own(self, session: ConductorSession, request_id: RequestId) -> None:
         """Note that ``request_id``, of a request or a pull, ends with the session."""

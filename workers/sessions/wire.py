@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import xxhash
@@ -50,6 +51,13 @@ class RequestFactory:
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
         self._naming_key = naming_key
+
+    def compiling(self, submit: Submit) -> Future[Any] | None:
+        """See `MakesRequests`."""
+        if submit.sampling.grammar is None or self._grammars is None:
+            return None
+        kind, text = submit.sampling.grammar
+        return self._grammars.compiling(GrammarKind(kind), text)
 
     def request(self, submit: Submit) -> EngineRequest:
         """Make the request described by ``submit``; raises InvalidRequest if it is not valid."""

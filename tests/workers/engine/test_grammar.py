@@ -19,7 +19,7 @@ from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import Fingerprint, RequestId
 from tanghulu.workers.compute.device_sampling import sample_on_device
 from tanghulu.workers.compute.sampling import SamplingRow, sample
-from tanghulu.workers.engine.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
+from tanghulu.workers.engine.grammar import MAX_GRAMMAR_CHARS, MAX_KNOWN, Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.sessions.wire import RequestFactory
 from tests.workers.tiny import request
 
@@ -189,10 +189,29 @@ def test_a_text_is_free_up_to_a_marker_and_bound_behind_it(compiler):
     assert "ab" in TOKENIZER.decode(tokens[len(PROMPT) :])
 
 
+def test_a_chain_of_a_thousand_rules_does_not_kill_the_process(compiler):
+    rules = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(1600)} | {"1600": {"type": "integer"}}
+    text = json.dumps({"$ref": "#/$defs/0", "$defs": rules}, separators=(",", ":"))
+    assert len(text) <= MAX_GRAMMAR_CHARS
+    grammar = compiler.compile(GrammarKind.JSON_SCHEMA, text)
+    assert grammar.allowed(np.array([], np.uint32)).any()
+
+
+def test_many_grammars_are_not_kept(compiler):
+    for number in range(MAX_KNOWN + 3):
+        compiler.compile(GrammarKind.REGEX, f"a{number}")
+    assert len(compiler._known) == MAX_KNOWN
+
+
 def test_a_submission_brings_its_grammar(compiler):
     tokens = np.array(PROMPT, "<u4").tobytes()
     submit = Submit(RequestId("r"), tokens, len(PROMPT), Sampling(regex="ab"), StopRule(4))
-    made = RequestFactory(Fingerprint(b"f" * 16), 8, "xxh3_128", [END], compiler).request(submit)
+    factory = RequestFactory(Fingerprint(b"f" * 16), 8, "xxh3_128", [END], compiler)
+    compiling = factory.compiling(submit)
+    assert compiling is not None
+    compiling.result()
+    assert factory.compiling(submit) is None, "it is known now"
+    made = factory.request(submit)
     assert made.grammar is not None
     assert isinstance(made.sequence, TokenSequence)
     with pytest.raises(InvalidRequest, match="grammar"):

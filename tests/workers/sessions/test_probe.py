@@ -1,9 +1,10 @@
-"""A token through the engine says that it computes; a hung engine and a refusing one say so in time."""
+"""A step of the engine says that it computes; a hung engine and a refusing one say so in time."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -40,10 +41,21 @@ async def test_a_token_comes(rig):
 async def test_a_hung_engine_is_told_from_a_slow_one(rig):
     probe, hang = _probe(rig), threading.Event()
     rig.thread.post(lambda _: hang.wait(20) and None)
-    with pytest.raises(DeadlineExceeded, match="no token"):
+    with pytest.raises(DeadlineExceeded, match="no step"):
         await probe.run(0.05)
     hang.set()
     assert await probe.run(10.0) > 0
+
+
+@pytest.mark.parametrize("bounds", [{"max_num_seqs": 1}, {"max_num_seqs": 1, "max_num_waiting": 1}])
+async def test_an_engine_with_a_full_batch_or_queue_is_well(rig, bounds):
+    probe = _probe(rig)
+    rig.core.scheduler.config = replace(rig.core.config, **bounds)
+    for name in "running", "waiting":
+        await rig.thread.call(lambda core, name=name: core.add(request(name, [3], 200)))
+        await rig.thread.call(lambda _: None)  # a step later
+    assert await probe.run(10.0) > 0
+    assert await rig.thread.call(lambda core: core.scheduler.num_running) == 1
 
 
 async def test_a_refusal_is_passed_on(rig):

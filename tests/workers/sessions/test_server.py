@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.rpc.fast_server import AnswerStream, Later, Peer
 from tanghulu.rpc.frames import Frame
 from tanghulu.session.load import PeerRead, WorkerLoad
-from tanghulu.session.messages import FromWorker, SessionHello, Submit, ToWorker
+from tanghulu.session.messages import Abort, FromWorker, SessionHello, Submit, ToWorker
 from tanghulu.session.outputs import Output
 from tanghulu.session.sampling import Sampling, StopRule
 from tanghulu.types import BlockHash, InstanceId, RequestId
@@ -97,7 +98,11 @@ class _Conductor:
 class _Scene:
     def __init__(self) -> None:
         self.engine = _Engine()
-        factory = SimpleNamespace(request=lambda submit: submit)
+        #: What requests wait for, by their ids.
+        self.compiling: dict[str, Future[None]] = {}
+        factory = SimpleNamespace(
+            request=lambda submit: submit, compiling=lambda submit: self.compiling.get(submit.request_id)
+        )
         self.hub = SessionHub(InstanceId("w"), 1, factory, self.engine, lambda report: {}, lambda export: None)
         self.num_steps = 0
 
@@ -279,3 +284,21 @@ async def test_a_conductor_that_leaves_before_its_snapshot_is_sent_nothing(scene
     here.step()
     await idle.read()
     assert gone._wire.sent == []
+
+
+async def test_a_request_waits_for_its_grammar_and_the_loop_does_not(scene):
+    here, busy, _ = scene
+    begun: list[str] = []
+    here.engine.submit = lambda request, added, refused: begun.append(request.request_id)
+    for name in ("good", "bad", "aborted"):
+        here.compiling[name] = Future()
+        busy.say(_submit(name))
+    busy.say(_submit("plain"))
+    assert begun == ["plain"]
+    busy.say(ToWorker(Abort(RequestId("aborted"))))
+    here.compiling["bad"].set_exception(InvalidRequest("no such grammar"))
+    for name in ("good", "aborted"):
+        here.compiling[name].set_result(None)
+    (refused,) = (await busy.read()).message.outputs
+    assert (refused.request_id, refused.failure.message) == ("bad", "no such grammar")
+    assert begun == ["plain", "good"]

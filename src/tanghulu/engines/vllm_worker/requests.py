@@ -71,6 +71,9 @@ class VllmRequestFactory:
         if has_store:
             self._always["extra_args"] = {"kv_transfer_params": {REPORT_LOADS: True}}
 
+    def compiling(self, submit: Submit) -> None:
+        """Return None: vLLM compiles grammars itself."""
+
     def request(self, submit: Submit) -> VllmRequest:
         """Make the request; raises InvalidRequest for one that vLLM does not support, NodeUnavailable for one that
         another worker could take."""
