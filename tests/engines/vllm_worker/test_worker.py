@@ -6,6 +6,7 @@ One cluster for the whole file, and the tests go on from one another: each vLLM 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 
@@ -126,7 +127,9 @@ def test_a_welcome_holds_what_is_cached(served: Served) -> None:
         assert answer.status_code == 200, answer.text
         # The last token was never computed, so that a block that it fills is not cached.
         expected |= set(names_of((prompt + answer.json()["output_ids"])[:-1]))
-    card, welcomed = asyncio.run(describe(worker))
+    # Not asyncio.run, which would drop a loop that a client's library has left.
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        card, welcomed = loop.run_until_complete(describe(worker))
     eventually(lambda: served.metric("tanghulu_conductor_prefix_index_blocks") > 0)
     assert welcomed == expected
     assert (card.block_hash, card.block_tokens, card.model) == (VLLM_SHA256_CBOR, BLOCK_TOKENS, "smollm2")
