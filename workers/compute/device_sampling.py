@@ -118,11 +118,15 @@ def _cut_min_p(probabilities: torch.Tensor, columns: _Columns) -> torch.Tensor:
 
 
 def _first_above(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the first place where the cumulative probability exceeds ``uniform`` of the whole; [R]."""
+    """Return the first place where the cumulative probability exceeds ``uniform`` of the whole; [R].
+
+    The last one if there is none, as in a row whose logits are not finite.
+    """
     cumulative = probabilities.cumsum(dim=-1)
     whole = cumulative[:, -1:]
     below = torch.nextafter(whole, torch.zeros_like(whole))  # rounding must not reach beyond the last
-    return torch.searchsorted(cumulative, torch.minimum(uniform * whole, below), right=True)[:, 0]
+    places = torch.searchsorted(cumulative, torch.minimum(uniform * whole, below), right=True)[:, 0]
+    return places.clamp(max=probabilities.shape[1] - 1)
 
 
 def _redrawn(
@@ -164,9 +168,7 @@ def _named_ids(rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
 
 def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sampled:
     tokens = [int(token) for token in copied[:, 0]]
-    num_named = max(
-        (len(row.params.logprob_token_ids) for row in rows if row.params.num_logprobs is not None), default=0
-    )
+    num_named = max((len(row.params.logprob_token_ids) for row in rows), default=0)
     num_top = (copied.shape[1] - 3 - num_named) // 2
     logprobs: list[TokenLogprobs | None] = []
     for row, token, line in zip(rows, tokens, copied, strict=True):

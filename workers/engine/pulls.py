@@ -68,7 +68,7 @@ class Pulls:
         missing = len(hashes) - len(there)
         coming = self._pool.allocate(missing) if 0 < missing <= self._pool.num_available - spare else None
         if coming is None:
-            self._pool.release(there, used=False)
+            self._pool.release(there, used=False, copied=True)
             return None
         self._pool.begin_transfer(coming)
         pull = self._pulls[name] = Pull(there, coming, sequence, hashes)

@@ -167,9 +167,9 @@ class EngineRequest:
         return (self.num_hit_tokens or 0) + self.num_fetched_tokens
 
     @property
-    def order(self) -> tuple[int, bool, float, int]:
-        """Smaller goes first: higher priority, then moved requests, then the client's turn, then earlier arrival."""
-        return (-self.priority, not self.moved, self.turn, self.arrival)
+    def order(self) -> tuple[bool, float, int, int]:
+        """Smaller goes first: moved requests, then the client's turn, then higher priority, then earlier arrival."""
+        return (not self.moved, self.turn, -self.priority, self.arrival)
 
     def banned_ids(self, num_generated: int) -> frozenset[int]:
         """Return tokens that must not be drawn as the next one, after ``num_generated`` existing ones."""

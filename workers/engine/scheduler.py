@@ -15,8 +15,9 @@ its blocks back (the full ones stay cached until needed) and returns to the queu
 strictly in order, so nobody starves: the oldest always proceeds. If the blocks it gave back are kept
 (``moves_preempted``), it fetches them on its return; otherwise it computes what the cache has lost.
 
-Order. Higher priority; then requests moved from a lost worker, as they have waited there; then the clients take turns
-(`FairTurns`), so that a client with hundreds of requests delays another's single one by one turn; then arrival.
+Order, as in the conductor's queue. Requests moved from a lost worker, as they have waited there; then the clients take
+turns (`FairTurns`), so that a client with hundreds of requests delays another's single one by one turn. Among one
+client's waiting requests, those of higher priority take its first turns; then arrival.
 
 Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`. No clock, no I/O.
 """
@@ -124,8 +125,23 @@ class Scheduler:
         request.turn = 0.0 if request.moved else self._turns.take(request.client, request.weight)
         self.num_added += 1
         self._requests[request.request_id] = request
+        if not request.moved:
+            self._overtake(request)
         insort(self._waiting, request, key=_order)
         self.pulls.end_soon(request.ahead)
+
+    def _overtake(self, request: EngineRequest) -> None:
+        """Give ``request`` the first turn of its client's waiting ones of lower priority, and those the following."""
+        lower = [
+            other
+            for other in self._waiting
+            if other.priority < request.priority
+            and (other.client, other.moved, other.state) == (request.client, False, EngineRequestState.WAITING)
+        ]
+        for other in reversed(lower):
+            other.turn, request.turn = request.turn, other.turn
+        if lower:
+            self._waiting.sort(key=_order)
 
     def pull_ahead(self, name: RequestId, sequence: TokenSequence, peer: KvSource) -> FetchWanted | None:
         """Begin to pull the full blocks of ``sequence`` from ``peer``, as far as no request needs the room."""
@@ -337,7 +353,7 @@ class Scheduler:
         while missing + len(self._running) > self.pool.num_available and not self._fits_alone(missing):
             in_sight = self.pool.num_available + self.pulls.num_blocks
             if missing > in_sight or not self.pulls.give_way():
-                self.pool.release(hits, used=False)
+                self.pool.release(hits, used=False, copied=True)
                 return False
         fresh = self.pool.allocate(missing)
         assert fresh is not None
@@ -475,5 +491,5 @@ _QUEUED = (EngineRequestState.WAITING, EngineRequestState.PREEMPTED)
 _WITH_TRANSFER = (EngineRequestState.FETCHING, EngineRequestState.DRAINING)
 
 
-def _order(request: EngineRequest) -> tuple[int, bool, float, int]:
+def _order(request: EngineRequest) -> tuple[bool, float, int, int]:
     return request.order

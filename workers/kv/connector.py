@@ -168,10 +168,11 @@ class KvConnector(KvTransfers):
         self._metrics.store_dropped.inc(self._policy.num_dropped - self._num_dropped)
         self._num_dropped = self._policy.num_dropped
         blocks = [block for block in blocks if self._engine.core.pool.block_of(block.block_hash) == block.block_id]
+        num_kept = self._num_writable if self._store_answers else 0
+        blocks, skipped = blocks[:num_kept], blocks[num_kept:]
+        self._metrics.store_skipped.inc(len(skipped))
+        self._policy.lost(block.block_hash for block in skipped)
         if not blocks:
-            return
-        if not self._store_answers or len(blocks) > self._num_writable:
-            self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids, hashes = [block.block_id for block in blocks], [block.block_hash for block in blocks]
         self._engine.core.exports.hold(block_ids)
@@ -457,6 +458,7 @@ class KvConnector(KvTransfers):
     def _saved(self, core: EngineCore, num_blocks: int, lost: list[BlockHash], held: list[int]) -> None:
         core.exports.unhold(held)
         self._count_pending(-num_blocks)
+        self._policy.lost(lost)
         for block_hash in lost:
             self._written.pop(block_hash, None)
 

@@ -49,6 +49,9 @@ class StorePolicy:
         """Return up to ``max_blocks`` deferred blocks, because the engine has nothing to do."""
         return []
 
+    def lost(self, hashes: Iterable[BlockHash]) -> None:
+        """Note blocks returned for writing that are not in the store."""
+
 
 class WriteAll(StorePolicy):
     """The policy *all*: reused blocks were written when they were computed, or loaded from the store."""
@@ -92,6 +95,10 @@ class WriteAgain(StorePolicy):
             self._remember(block_hash, given=True)
             found.append(block)
         return found
+
+    def lost(self, hashes: Iterable[BlockHash]) -> None:
+        """Write them on their next use."""
+        self._seen.update(dict.fromkeys(self._seen.keys() & set(hashes), False))
 
     def _is_second(self, block_hash: BlockHash, *, again: bool) -> bool:
         """Return whether this use makes the block worth writing; ``again``: computed again, so the store lost it."""

@@ -1,9 +1,9 @@
-"""Health of the engine: its heartbeat, and a request of one token sent through all of it and awaited.
+"""Health of the engine: its heartbeat, and the computation of a step, awaited on request.
 
 The engine is requested to report at least every ``BEAT_S``, whether there is work or not; the report goes to every
 conductor as a step does, and to the supervisor. A hanging engine, as in a call to a GPU that does not return, sends
-neither, though the process answers calls. Only a token proves that an engine does not hang. Runs on the process's event
-loop.
+neither, though the process answers calls. Only a computed step proves that an engine does not hang. Runs on the
+process's event loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable
 from typing import Final
 
-from tanghulu.errors import DeadlineExceeded
+from tanghulu.errors import DeadlineExceeded, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.requests import EngineRequest
@@ -47,41 +47,49 @@ class EngineBeats:
         self._requested, self._reported = False, True
 
 
-#: Ahead of everything that waits: a full queue is no fault.
+#: Among moved requests, ahead of everything that waits.
 PRIORITY = (1 << 31) - 1
 
 
 class EngineProbe:
-    """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must receive every report."""
+    """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must receive every report.
+
+    Any step that computes answers a probe; its request of one token is for an engine with nothing else to compute.
+    """
 
     def __init__(self, engine: EngineThread, make: Callable[[RequestId], EngineRequest], clock: Clock) -> None:
         self._engine = engine
         self._make = make
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._waiting: dict[RequestId, asyncio.Future[None]] = {}
+        self._waiting: list[asyncio.Future[None]] = []
 
     async def run(self, deadline_s: float) -> float:
-        """Return the seconds until the token arrived; raises DeadlineExceeded, or the engine's refusal."""
+        """Return the seconds until a step was computed; raises DeadlineExceeded, or the engine's refusal."""
         name, started_s = RequestId(f"probe-{next(self._numbers)}"), self._clock.now_s()
         request, done = self._make(name), asyncio.get_running_loop().create_future()
-        self._waiting[name] = done
+
+        def refused(error: TanghuluError) -> None:
+            if isinstance(error, Overloaded):  # the steps of those that wait answer
+                self._waiting.append(done)
+            elif not done.done():
+                done.set_exception(error)
+
+        self._engine.submit(request, lambda _: self._waiting.append(done), refused)
         try:
             async with asyncio.timeout(deadline_s):
-                await self._engine.call(lambda core: core.add(request))
                 await done
         except TimeoutError:
-            self._engine.post(lambda core: core.abort(name))
-            raise DeadlineExceeded(f"the engine computed no token within {deadline_s:g} s") from None
+            raise DeadlineExceeded(f"the engine computed no step within {deadline_s:g} s") from None
         finally:
-            del self._waiting[name]
+            self._engine.post(lambda core: core.abort(name))
         return self._clock.now_s() - started_s
 
     def on_report(self, report: StepReport) -> None:
-        """Look for probes among a step's outputs."""
-        if not self._waiting:
+        """Answer all probes if a step was computed: it began after their requests had reached the engine."""
+        if report.result.idle:
             return
-        for output in report.result.outputs:
-            done = self._waiting.get(output.request_id)
-            if done is not None and not done.done():
+        for done in self._waiting:
+            if not done.done():
                 done.set_result(None)
+        self._waiting.clear()

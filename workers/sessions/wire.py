@@ -96,6 +96,7 @@ class RequestFactory:
             sampling=Sampling(temperature=0.0),
             stop=StopRule(1, ignore_eos=True),
             priority=PRIORITY,
+            moved=True,
             fetch_blocks=0,
         )
 

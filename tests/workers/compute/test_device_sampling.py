@@ -84,6 +84,31 @@ def test_equal_logits_are_cut_the_same_in_every_batch():
     assert set(together[:40]) <= set(best)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "params", [{}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}]
+)
+def test_a_row_that_is_not_finite_costs_no_other_row(broken, params):
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[0] = broken
+    rows = [SamplingRow(Sampling(seed=1, **params), np.array([0], dtype=np.uint32), 1, frozenset())] * 2
+    drawn = sample_on_device(logits, rows).tokens
+    assert 0 <= drawn[0] < VOCAB
+    assert drawn[1:] == sample(logits[1:], rows[1:]).tokens
+
+
+def test_ids_named_by_a_row_without_logprobs_shift_nothing():
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    rows = [
+        SamplingRow(Sampling(temperature=0, **params), np.array([0], dtype=np.uint32), 1, frozenset())
+        for params in ({"num_logprobs": 2}, {"logprob_token_ids": (1, 2, 3, 4)})
+    ]
+    got, wanted = sample_on_device(logits, rows).logprobs, sample(logits, rows).logprobs
+    assert got[0].token_ids == wanted[0].token_ids
+    assert got[0].logprobs == pytest.approx(wanted[0].logprobs, abs=1e-5)
+    assert got[1] is None
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_flat_vocabulary_is_drawn_again_over_all_of_it(seed, monkeypatch):
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)) * 0.01

@@ -178,6 +178,28 @@ def test_pulls_take_only_what_is_left_over() -> None:
     assert [wanted is not None for wanted in begun] == [True] * MAX_PULLS + [False]
 
 
+@pytest.mark.parametrize("asks", ["pull", "request"])
+def test_copies_stay_the_first_to_go_when_there_is_no_room_for_who_found_them(asks: str) -> None:
+    core = scheduler(num_blocks=8, can_fetch=True)
+    core.pulls.begin(ident("p"), named(2), PEER, 0)
+    core.pulls.arrived(ident("p"), 2)
+    core.pulls.done(ident("p"))
+    core.pulls.drop(ident("p"))
+    core.add(req("own", range(50, 55), 1, fetch_blocks=0))
+    step(core)
+    core.add(req("r", [80, 81, 82]))
+    core.add(req("s", [83, 84, 85]))
+    step(core)
+    if asks == "pull":
+        assert core.pull_ahead(ident("q"), named(7), PEER) is None
+    else:
+        core.add(req("large", 7 * B, fetch_blocks=0))
+        assert list(runs(step(core)[0])) == ["r", "s"]
+    core.pool.allocate(core.pool.num_free + 2)
+    assert core.pool.match(hashes(2)) == []
+    assert core.pool.num_cached == 1
+
+
 def test_the_request_finds_what_was_pulled_and_fetches_the_rest() -> None:
     core = scheduler(can_fetch=True, max_num_batched_tokens=32)
     made = req("a", 19, ahead=ident("p"), peer=export_at("there|", 8, 18))

@@ -386,9 +386,22 @@ def test_clients_take_turns() -> None:
     assert next(iter(runs(step(core)[0]))) == "first"
 
 
+def test_a_priority_takes_its_clients_first_turn_and_nobody_elses() -> None:
+    core = scheduler(max_num_seqs=1)
+    for number in range(4):
+        core.add(req(f"a{number}", 8, max_new=1, client="a"))
+    core.add(req("b0", 8, max_new=1, client="b"))
+    core.add(req("urgent", 8, max_new=1, client="a", priority=1))
+    served = [next(iter(runs(step(core)[0]))) for _ in range(2)]
+    core.add(req("c0", 8, max_new=1, client="c"))
+    served += [next(iter(runs(step(core)[0]))) for _ in range(5)]
+    assert served == ["urgent", "b0", "c0", "a0", "a1", "a2", "a3"]
+
+
 def test_what_was_moved_goes_ahead_of_new_prompts() -> None:
     core = scheduler(max_num_seqs=1)
     for number in range(3):
         core.add(req(f"new{number}", 8, max_new=1))
     core.add(req("moved", 8, max_new=1, moved=True))
-    assert [next(iter(runs(step(core)[0]))) for _ in range(3)] == ["moved", "new0", "new1"]
+    core.add(req("urgent", 8, max_new=1, moved=True, priority=1))
+    assert [next(iter(runs(step(core)[0]))) for _ in range(4)] == ["urgent", "moved", "new0", "new1"]

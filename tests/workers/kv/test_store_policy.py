@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tanghulu.errors import StoreFull
+from tanghulu.store.client.model import Status
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step import CommittedBlock
@@ -43,6 +45,16 @@ def test_second_use_leaves_nothing_of_what_comes_once():
     assert _names(policy.reused([A])) == "A"
     assert _names(policy.reused([A])) == ""
     assert _names(policy.committed([A])) == "A", "it was evicted and computed again: the store had lost it"
+
+
+def test_what_was_lost_is_written_on_its_next_use():
+    policy = WriteAgain(2)
+    policy.committed([A, B])
+    assert _names(policy.reused([A]) + policy.idle(10)) == "AB"
+    policy.lost([B.block_hash, C.block_hash])
+    policy.check()
+    assert _names(policy.reused([A, B, C])) == "B"
+    assert _names(policy.reused([A, B])) == ""
 
 
 def test_all_and_none():
@@ -91,6 +103,33 @@ def test_each_behind_an_engine(tiny_model, policy, once, twice):
     assert rig.run("again", PROMPT, 2) == (tokens, 5 * BLOCK)
     rig.run_until_idle()
     assert len(store.chunks) == twice
+    rig.close()
+
+
+def test_what_does_not_fit_is_written_on_a_later_use(tiny_model):
+    store = DictStore()
+    size = KvLayout.of(tiny_model.config, BLOCK, "float32").block_bytes
+    rig = Rig(tiny_model, store, store_policy="second-use", max_pending_bytes=2 * size)
+    rig.run("first", PROMPT, 2)
+    for count in 2, 4, 5:
+        rig.run(f"until {count}", PROMPT, 2)
+        rig.run_until_idle()
+        assert len(store.chunks) == count
+    rig.close()
+
+
+def test_what_the_store_refused_is_written_on_a_later_use(tiny_model, monkeypatch):
+    store = DictStore()
+    rig = Rig(tiny_model, store, store_policy="second-use")
+    rig.run("first", PROMPT, 2)
+    with monkeypatch.context() as full:
+        full.setattr(store, "put_many", lambda items, **_: [Status(key, error=StoreFull()) for key, _ in items])
+        rig.run("second", PROMPT, 2)
+        rig.run_until_idle()
+    assert not store.chunks
+    rig.run("third", PROMPT, 2)
+    rig.run_until_idle()
+    assert len(store.chunks) == 5
     rig.close()
 
 

@@ -47,15 +47,29 @@ async def test_a_hung_engine_is_told_from_a_slow_one(rig):
     assert await probe.run(10.0) > 0
 
 
-@pytest.mark.parametrize("bounds", [{"max_num_seqs": 1}, {"max_num_seqs": 1, "max_num_waiting": 1}])
-async def test_an_engine_with_a_full_batch_or_queue_is_well(rig, bounds):
-    probe = _probe(rig)
-    rig.core.scheduler.config = replace(rig.core.config, **bounds)
-    for name in "running", "waiting":
-        await rig.thread.call(lambda core, name=name: core.add(request(name, [3], 200)))
-        await rig.thread.call(lambda _: None)  # a step later
-    assert await probe.run(10.0) > 0
-    assert await rig.thread.call(lambda core: core.scheduler.num_running) == 1
+@pytest.mark.parametrize("bounds", [{}, {"max_num_waiting": 1}, {"max_num_batched_tokens": 1}])
+async def test_an_engine_that_is_full_is_well(rig, bounds):
+    """Its batch, its queue, or its steps by a long prompt."""
+    rig.thread.stop()  # every step is taken here
+    core, probe = rig.core, _probe(rig)
+    core.scheduler.config = replace(core.config, max_num_seqs=1, **bounds)
+    core.add(request("running", [3] * 50, 50))
+    _step(rig)
+    core.add(request("waiting", [3], 50))
+    asked = asyncio.create_task(probe.run(1.0))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        _step(rig)
+    assert await asked >= 0
+    _step(rig)
+    assert core.scheduler.num_waiting == 1, "the probe is gone"
+
+
+def _step(rig: Rig) -> None:
+    commands, _ = rig.thread._take_commands()
+    for command in commands:
+        command(rig.core)
+    rig.thread._advance(commanded=bool(commands))
 
 
 async def test_a_refusal_is_passed_on(rig):
