@@ -147,7 +147,7 @@ class Explainer:
         parting = elsewhere = None
         if known < len(names):
             parting = history.break_of(sequence.root, names[:known], request.prompt, size)
-            elsewhere = None if known else history.same_elsewhere(sequence.root, request.prompt, size)
+            elsewhere = None if known else history.same_elsewhere(sequence.root, request.prompt, size, request.client)
         last = history.segment_of(names[known - 1]) if known else None
         path = {segment: (segment.worker, segment.uses) for segment in last.path} if last is not None else {}
         added = self.history.add(sequence, self._use(flight, model, plan.worker))
@@ -245,6 +245,7 @@ class _Causes:
         self._explainer, self._size = explainer, block_tokens
         self._now_s = explainer.now_s
         self._evicted_run: Run | None = None  # behind which nothing can be used
+        self._new_run: Run | None = None  # shown for what another client had, too
 
     def of(self, block: int) -> tuple[Run, int]:
         """Return why ``block`` was computed, and the first block with another cause."""
@@ -270,28 +271,33 @@ class _Causes:
 
     def _unknown(self, block: int) -> tuple[Run, int]:
         """Return why a block that nobody had requested was computed."""
-        asked, explainer, parting = self._asked, self._explainer, self._asked.parting
-        certain, client = explainer.knows_all, self._flight.request.client
+        asked, request = self._asked, self._flight.request
         if asked.elsewhere is not None and block < asked.elsewhere[2]:
             namespace, segment, num_blocks = asked.elsewhere
-            card, salt = self._model.card, self._flight.request.salt
-            own = Namespace(card.model, card.fingerprint, salt)
+            own = Namespace(self._model.card.model, self._model.card.fingerprint, request.salt)
             differs = [name for name in Namespace._fields if getattr(own, name) != getattr(namespace, name)]
-            hidden = segment.client != client
-            run = Run(0, 0, Cause.OTHER_NAME, certain, {"differs": differs}, hidden=hidden)
-            return run, num_blocks
+            if segment.client != request.client:
+                self._new_run = self._new(block)
+            certain = self._explainer.knows_all
+            return Run(0, 0, Cause.OTHER_NAME, certain, {"differs": differs}, instead=self._new_run), num_blocks
+        return self._new_run or self._new(block), ALL
+
+    def _new(self, block: int) -> Run:
+        """Return the run of blocks that are new under their name."""
+        explainer, parting = self._explainer, self._asked.parting
+        certain, client = explainer.knows_all, self._flight.request.client
         if parting is None or parting.continues:
-            return Run(0, 0, Cause.NEW, certain), ALL
+            return Run(0, 0, Cause.NEW, certain)
         is_own, prompt = parting.other.client == client, self._flight.request.prompt
         is_alike = parting.shared >= min(self._size, MIN_SHARED) or (is_own and parting.resumes(prompt))
         if not is_alike:
-            return Run(0, 0, Cause.NEW, certain), ALL
+            return Run(0, 0, Cause.NEW, certain)
         tokens = len(prompt) - block * self._size
         place = {"token": parting.shared} | explainer.looked(parting, self._flight, self._model, tokens)
         detail = {"block": parting.shared // self._size}
         if is_own:
-            return Run(0, 0, Cause.DIVERGED, certain, detail | place), ALL
-        return Run(0, 0, Cause.DIVERGED, certain, detail, others=place), ALL
+            return Run(0, 0, Cause.DIVERGED, certain, detail | place)
+        return Run(0, 0, Cause.DIVERGED, certain, detail, others=place)
 
     def _missed(self, block: int, fate: Fate | None) -> Run:
         """Return why a block that was requested before, or that somebody had, was computed."""

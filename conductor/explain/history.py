@@ -28,6 +28,8 @@ from tanghulu.types import BlockHash, InstanceId
 SEGMENT_BYTES, BLOCK_BYTES = 1024, 200
 #: Most tokens of a difference behind which prompts resume (a time of day), and least tokens that are alike again.
 RESUME_TOKENS = 16
+#: Other namespaces in which a new prompt is looked for: a client may have as many as it sends salts.
+_MOST_NAMESPACES = 16
 
 
 class Namespace(NamedTuple):
@@ -170,15 +172,25 @@ class PromptHistory:
         shared = at * size + num_equal
         return Break(shared, other, theirs[num_equal:]) if shared else None
 
-    def same_elsewhere(self, root: BlockHash, prompt: Tokens, size: int) -> tuple[Namespace, Segment, int] | None:
-        """Return another namespace with the longest beginning of ``prompt``, of whole blocks, and their number."""
+    def same_elsewhere(
+        self, root: BlockHash, prompt: Tokens, size: int, client: str
+    ) -> tuple[Namespace, Segment, int] | None:
+        """Return another namespace with the longest beginning of ``prompt``, of whole blocks, and their number.
+
+        One where ``client`` had it goes before all others, whose prompts change nothing of what it is told. Of
+        namespaces that are the same up to the first block, the latest are examined.
+        """
+
+        def is_own(segment: Segment) -> bool:
+            return segment.client == client
+
         best: tuple[Namespace, Segment, int] | None = None
-        for other in self._starts.get(_key_of(prompt, size), ()):
+        for other in self._starts.get(_key_of(prompt, size), ())[-_MOST_NAMESPACES:]:
             if other == root:
                 continue
             namespace, segment = self._roots[other]
             found, num_blocks = _follow(segment, prompt, size)
-            if num_blocks > (best[2] if best is not None else 0):
+            if num_blocks and (best is None or (is_own(found), num_blocks) > (is_own(best[1]), best[2])):
                 best = namespace, found, num_blocks
         return best
 

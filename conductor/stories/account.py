@@ -60,7 +60,8 @@ class Run(Struct, frozen=True, gc=False):
     """``tokens`` of a prompt from number ``start`` on, loaded or computed.
 
     ``certain`` is False where something that would be needed to know was forgotten, or never known. ``detail`` is for
-    everybody, ``load`` from operators on, ``others`` for administrators; with ``hidden`` everybody else sees NEW.
+    everybody, ``load`` from operators on, ``others`` for administrators. Everybody else sees ``instead``, if there is
+    one: the run of a conductor that does not know of other clients' prompts.
     """
 
     start: int
@@ -70,20 +71,17 @@ class Run(Struct, frozen=True, gc=False):
     detail: dict[str, Any] = {}
     load: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    hidden: bool = False
+    instead: Run | None = None
 
     def is_like(self, other: Run) -> bool:
         """Whether only the places of the runs, of the same source or cause, differ."""
-        own, others = (self.certain, self.detail, self.load, self.others), (other.certain, other.detail, other.load)
-        return self.hidden == other.hidden and own == (*others, other.others)
+        return structs.replace(other, start=self.start, tokens=self.tokens) == self
 
     def shown(self, audience: Audience) -> dict[str, Any]:
         """Return the run as JSON."""
         head = {"start": self.start, "tokens": self.tokens}
         if isinstance(self.why, Source):
             return head | {"source": self.why.name.lower()}
-        if self.hidden and audience < Audience.ADMIN:
-            return head | {"cause": Cause.NEW.name.lower(), "certain": False, "detail": {}}
         detail = dict(self.detail)
         if audience >= Audience.OPERATOR:
             detail |= self.load
@@ -100,7 +98,10 @@ class Explanation(Struct, frozen=True):
 
     def shown(self, audience: Audience) -> dict[str, Any]:
         """Return the explanation as JSON."""
-        return {"prompt_tokens": self.prompt_tokens, "runs": [run.shown(audience) for run in self.runs]}
+        runs = self.runs
+        if audience < Audience.ADMIN:
+            runs = _merged(structs.replace(run.instead or run, start=run.start, tokens=run.tokens) for run in runs)
+        return {"prompt_tokens": self.prompt_tokens, "runs": [run.shown(audience) for run in runs]}
 
 
 #: Why the block of a number was computed: a run, whose place does not matter, and the first block with another cause.
@@ -136,7 +137,7 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else None
-        if last is not None and run.why is last.why and run.is_like(last):
+        if last is not None and run.is_like(last):
             merged[-1] = structs.replace(last, tokens=last.tokens + run.tokens)
         else:
             merged.append(run)

@@ -67,7 +67,7 @@ def test_the_same_tokens_are_found_under_another_salt():
     lives = Lives()
     lives.add([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9], b"a")
     sequence = lives.sequence([1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 0], b"b")
-    namespace, _, num_blocks = lives.history.same_elsewhere(sequence.root, sequence.tokens, SIZE)
+    namespace, _, num_blocks = lives.history.same_elsewhere(sequence.root, sequence.tokens, SIZE, "")
     assert (namespace.salt, num_blocks) == (b"a", 2)
 
 
@@ -86,7 +86,7 @@ def test_random_prompts(seed):
         assert (found.shared if found is not None else 0) == shared
         elsewhere = [_num_equal(tokens, other) // SIZE for other_salt, other in lives.prompts if other_salt != salt]
         sequence = lives.sequence(tokens, salt)
-        there = lives.history.same_elsewhere(sequence.root, sequence.tokens, SIZE)
+        there = lives.history.same_elsewhere(sequence.root, sequence.tokens, SIZE, "")
         assert (there[2] if there is not None else 0) == max(elsewhere, default=0)
         lives.add(tokens, salt)
         lives.history.check()
