@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,8 +21,10 @@ from tanghulu.conductor.inference.service import Service
 from tanghulu.conductor.text.preparing import made_ready
 from tanghulu.web.errors import BadField, ResponseNotFound
 
-#: Total size of all kept responses, as JSON.
+#: Total size of all kept responses.
 MAX_KEPT_BYTES: Final = 64 << 20
+#: Memory of a field besides its JSON.
+FIELD_BYTES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +40,51 @@ class KeptResponse:
 
 
 class KeptResponses:
-    """Responses by id, up to ``max_bytes`` in total."""
+    """Responses by owner and id, up to ``max_bytes`` in total; the owner of the most bytes loses its oldest first."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, tuple[KeptResponse, int]] = OrderedDict()
-        self.num_bytes = 0
+        self._kept: dict[str, dict[str, tuple[KeptResponse, int]]] = {}
+        #: By owner.
+        self._num_bytes = Counter[str]()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._kept.values()))
 
     def add(self, kept: KeptResponse) -> None:
         """Keep a response, unless it is too large on its own."""
-        size = len(msgspec.json.encode([kept.response, kept.messages]))
+        encoded = msgspec.json.encode([kept.response, kept.messages])
+        size = len(encoded) + FIELD_BYTES * encoded.count(b'":')
         if size > self._max_bytes:
             return
-        self._kept[kept.response["id"]] = (kept, size)
-        self.num_bytes += size
-        while self.num_bytes > self._max_bytes:
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self.num_bytes -= dropped
+        self._kept.setdefault(kept.owner, {})[kept.response["id"]] = (kept, size)
+        self._num_bytes[kept.owner] += size
+        while self._num_bytes.total() > self._max_bytes:
+            ((owner, _),) = self._num_bytes.most_common(1)
+            self.remove(next(iter(self._kept[owner])), owner)
 
     def find(self, response_id: str, owner: str) -> KeptResponse | None:
         """Return the response of that id requested by ``owner``, and count it as used now."""
-        found = self._kept.get(response_id)
-        if found is None or found[0].owner != owner:
+        own = self._kept.get(owner, {})
+        if response_id not in own:
             return None
-        self._kept.move_to_end(response_id)
-        return found[0]
+        own[response_id] = own.pop(response_id)
+        return own[response_id][0]
 
     def remove(self, response_id: str, owner: str) -> bool:
         """Forget a response; False if there is none."""
-        if self.find(response_id, owner) is None:
+        own = self._kept.get(owner, {})
+        if response_id not in own:
             return False
-        self.num_bytes -= self._kept.pop(response_id)[1]
+        self._num_bytes[owner] -= own.pop(response_id)[1]
+        if not own:
+            del self._kept[owner], self._num_bytes[owner]
         return True
 
     def check(self) -> None:
-        assert self.num_bytes == sum(size for _, size in self._kept.values()) <= self._max_bytes
+        sums = {owner: sum(size for _, size in own.values()) for owner, own in self._kept.items()}
+        assert self._num_bytes == sums
+        assert sum(sums.values()) <= self._max_bytes
 
 
 def router(service: Service) -> APIRouter:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tanghulu.conductor.http.responses.bodies import InputItem, messages_of
-from tanghulu.conductor.http.responses.routes import KeptResponse, KeptResponses
+from tanghulu.conductor.http.responses.routes import FIELD_BYTES, KeptResponse, KeptResponses
 from tanghulu.rpc.wire import Failure
 from tests.conductor.fake_worker import TOKENIZER
 from tests.conductor.http.test_tools import CALL, PARAMETERS, _add, _prompt, _served
@@ -203,8 +203,20 @@ class TestKept:
                 response = await other.get(f"responses/{first.id}", headers={"authorization": "Bearer other"})
                 assert response.status_code == 404, "it belongs to another key"
 
+    def test_one_owner_does_not_push_out_another_s(self):
+        kept = KeptResponses(max_bytes=4000)
+        kept.add(KeptResponse({"id": "mine"}, [], "me"))
+        for number in range(100):
+            kept.add(KeptResponse({"id": str(number), "text": "x" * 500}, [], "them"))
+            kept.check()
+        assert kept.find("mine", "me") is not None
+        assert 1 < len(kept) < 8
+        many = KeptResponse({"id": "many"}, [{"role": "user", "content": "x"}] * 20, "me")
+        kept.add(many)
+        assert kept.find("many", "me") is None, "small messages take far more memory than their text"
+
     def test_they_are_bounded_and_the_last_used_stay(self):
-        kept = KeptResponses(max_bytes=400)
+        kept = KeptResponses(max_bytes=400 + 6 * FIELD_BYTES)
         for name in "abc":
             kept.add(KeptResponse({"id": name, "text": "x" * 100}, [], ""))
             kept.check()
@@ -212,7 +224,7 @@ class TestKept:
         kept.add(KeptResponse({"id": "d", "text": "x" * 100}, [], ""))
         kept.check()
         assert [kept.find(name, "") is not None for name in "abcd"] == [True, False, True, True]
-        kept.add(KeptResponse({"id": "huge", "text": "x" * 400}, [], ""))
+        kept.add(KeptResponse({"id": "huge", "text": "x" * 1200}, [], ""))
         assert kept.find("huge", "") is None
         assert len(kept) == 3
         assert kept.find("a", "somebody") is None
