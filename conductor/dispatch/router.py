@@ -234,7 +234,7 @@ class Router:
             sequence.block_tokens,
             model.card.block_bytes,
             hits.store,
-            session=flight.request.session,
+            session=flight.request.session and f"{flight.request.tenant}/{flight.request.session}",
             place=self._place,
             named_blocks=len(sequence.block_hashes),
             mean_output=self.output.tokens,

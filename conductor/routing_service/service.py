@@ -353,7 +353,8 @@ class RoutingService:
     def _request(self, query: RoutingQuery) -> RequestView:
         num_tokens = max(1, query.num_tokens, len(query.hashes) * self.block_tokens)
         named = len(query.hashes)
-        return RequestView(num_tokens, self.block_tokens, self._block_bytes, session=query.session, named_blocks=named)
+        session = query.session and query.caller.request(query.session)
+        return RequestView(num_tokens, self.block_tokens, self._block_bytes, session=session, named_blocks=named)
 
     def _overlaps(
         self, hashes: Sequence[BlockHash], now_s: float

@@ -9,12 +9,14 @@ left to the inner policy.
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tanghulu.conductor.routing.policies.base import (
     Candidate,
@@ -169,6 +171,11 @@ class SessionAffinity:
         self._patience_s = patience_s
         self._max_sessions = max_sessions
         self._homes: OrderedDict[str, InstanceId] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SessionAffinity:
+        same = copy.copy(self)
+        same._inner, same._homes = copy.deepcopy(self._inner, memo), self._homes.copy()  # its names never change
+        return same
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """Choose the session's worker while available and not far behind; else remember the inner policy's choice."""

@@ -53,7 +53,8 @@ OF_OPERATORS = {
 class Tenant:
     """A tenant. ``quota_bytes`` on one node and ``cluster_quota_bytes`` on all nodes together; 0 means unlimited.
 
-    ``shared_memory``: its clients may map a node's memory, which holds all tenants' data.
+    ``shared_memory``: its clients may map a node's memory, which holds all tenants' data, and with the right to write
+    can change it.
     """
 
     name: str

@@ -3,7 +3,7 @@
     [tenants.acme]                  # needed only for what differs from the defaults
     quota = "64GiB"                 # maximum bytes on one node; default: unlimited
     cluster_quota = "256GiB"        # maximum bytes on all nodes together; default: unlimited
-    shared_memory = true            # its clients may map the nodes' memory, and so read all of it
+    shared_memory = true            # its clients may map the nodes' memory: read, and with write change, all of it
 
     [[tokens]]
     name = "acme-engines"           # for logs and error messages

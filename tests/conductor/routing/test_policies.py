@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
@@ -233,6 +234,16 @@ class TestSessionAffinity:
         assert policy.choose(self.REQUEST, [replace(a, queue_tokens=10_300), b]).prefill == "b"
         assert policy.choose(self.REQUEST, [a, b]).prefill == "b"
         assert policy.choose(self.REQUEST, [a]).prefill == "a"
+
+    def test_a_copy_changes_nothing(self):
+        policy = SessionAffinity(RoundRobin())
+        workers = [worker("a"), worker("b")]
+        policy.choose(self.REQUEST, workers)
+        other = copy.deepcopy(policy)
+        for number in range(3):
+            other.choose(structs.replace(REQUEST, session=str(number)), workers)
+        assert (len(policy._homes), len(other._homes)) == (1, 4)
+        assert policy.choose(structs.replace(REQUEST, session="t"), workers).prefill == "b"
 
     def test_memory_is_bounded(self):
         policy = SessionAffinity(RoundRobin(), max_sessions=3)

@@ -20,7 +20,7 @@ from tanghulu.conductor.index.prefix_index import PrefixIndex
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies
 from tanghulu.conductor.routing.policies.registry import PolicyOptions
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
-from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingClient, RoutingQuery, RoutingService
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.hashing import chain_hashes
 from tanghulu.protos import router_pb2 as pb
@@ -94,6 +94,16 @@ class TestService:
         service.remove_worker(D)
         assert service.num_requests == 0
         service.check()
+
+    def test_a_session_is_its_callers(self):
+        service = RoutingService(RoutingPolicies("round-robin+session-affinity", PolicyOptions()), 4, 1024)
+        for worker in (A, B):
+            service.put_worker(worker, Role.BOTH)
+
+        def home(client: str) -> InstanceId:
+            return service.best(RoutingQuery((), 8, NO_OVERRIDES, "s", RoutingClient(client)), 0.0).prefill
+
+        assert home("key a") == home("key a") != home("key b")
 
     def test_a_gateway_may_decide_by_itself(self):
         service = a_service(a=Role.BOTH, b=Role.BOTH)
