@@ -1,24 +1,28 @@
-"""Bounds on concurrent work. ``InFlight`` decides; ``Bounded``, a middleware, applies it."""
+"""Bounds on concurrent work: ``InFlight`` counts, and ``Bounded``, a middleware, keeps requests within their places."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
 import structlog
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tanghulu.errors import Overloaded
+from tanghulu.errors import Overloaded, TanghuluError
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.types import format_size
+from tanghulu.web.access import LOGIN
 from tanghulu.web.bodies import IncomingBody, pieces
-from tanghulu.web.errors import REQUEST_TIMEOUT, BodyTooLarge, BodyTooSlow, answer_to
+from tanghulu.web.errors import REQUEST_TIMEOUT, answer_to
 
 _log = structlog.get_logger(__name__)
-_ALWAYS = ("/health", "/live")
-VALUES = "/v1/values/"
+_ALWAYS = ("/health", "/live", "/ready")
+#: Paths of routes that read and bound their bodies themselves.
+_OWN_BODIES = ("/v1/values/", LOGIN)
 #: Longest body that is not a value: some thousands of keys.
 _MAX_TAKEN_BYTES = 2 << 20
 #: The rest of a refused body is read and dropped up to this size, so that the answer arrives; beyond it the connection
@@ -87,12 +91,21 @@ class InFlight:
 class Bounded:
     """An ASGI middleware that bounds and counts requests; the server disconnects clients that do not read answers.
 
-    Bodies other than values are read here, up to 2 MiB, so that routes find them whole.
+    ``place`` counts a request with these headers. Bodies other than values are read here, up to 2 MiB, so that routes
+    find them whole; before that, ``store`` must accept the caller.
     """
 
-    def __init__(self, app: ASGIApp, requests: InFlight, stall_s: float, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        place: Callable[[Mapping[str, str]], AbstractContextManager[None]],
+        store: Callable[[Mapping[str, str]], AbstractAsyncContextManager[object]],
+        stall_s: float,
+        metrics: GatewayMetrics,
+    ) -> None:
         self._app = app
-        self._requests = requests
+        self._place = place
+        self._store = store
         self._stall_s = stall_s
         self._metrics = metrics
 
@@ -102,13 +115,16 @@ class Bounded:
             await self._app(scope, receive, send)
             return
         began_s = time.monotonic()
-        exchange = _Exchange(scope, receive, send, self._stall_s)
+        exchange, headers = _Exchange(scope, receive, send, self._stall_s), Headers(scope=scope)
         try:
-            with self._requests.holding():
-                if not scope["path"].startswith(VALUES):
+            with self._place(headers):
+                if not scope["path"].startswith(_OWN_BODIES):
+                    if exchange.has_body:
+                        async with self._store(headers):
+                            pass
                     await exchange.take_body()
                 await self._app(scope, exchange.receive, exchange.send)
-        except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # errors of the application are answered inside
+        except TanghuluError as error:  # errors of the application are answered inside
             await answer_to(error)(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             pass  # no client is left to answer
@@ -124,6 +140,11 @@ class _Exchange:
         self._send = send
         self._body = IncomingBody(scope, receive, stall_s)
         self._taken: Message | None = None  # the whole body, to be passed on
+
+    @property
+    def has_body(self) -> bool:
+        """Whether some of the body is still to come."""
+        return self._body.num_left > 0
 
     async def take_body(self) -> None:
         """Read the whole body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""

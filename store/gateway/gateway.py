@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 from tanghulu.auth.credentials import AUTHORIZATION, TENANT, Credentials
+from tanghulu.auth.derived_tokens import hash_of, id_of
+from tanghulu.auth.places import ANYBODY, Caller, Places
 from tanghulu.errors import DeadlineExceeded, Unauthorized
 from tanghulu.store.gateway.bounds import InFlight
 from tanghulu.store.gateway.clients import Clients, GatewayClient
@@ -15,6 +17,8 @@ from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.metrics import GatewayMetrics
 
 _MAX_REMOVALS = 4
+#: A token has at most one in this many of the requests in progress.
+_REQUESTS_ONE_IN = 2
 
 
 class Gateway:
@@ -25,12 +29,12 @@ class Gateway:
         self.metrics = metrics
         self.stopping = stopping
         self.clients = Clients(config.master, config.deadline_s, config.max_clients, config.idle_s)
-        self.requests = InFlight("requests", config.max_requests)
+        self.requests = Places("requests", _REQUESTS_ONE_IN)
         self.values = InFlight("values", config.max_in_flight_bytes)
         self.streams = InFlight("streams of events", config.max_streams)
         self.checks = InFlight("checks", 1)
         self.removals = InFlight("removals by prefix or pattern", _MAX_REMOVALS)
-        metrics.gauge("requests_in_flight", "Requests under way", lambda: self.requests.now)
+        metrics.gauge("requests_in_flight", "Requests under way", lambda: len(self.requests))
         metrics.gauge("values_in_flight_bytes", "Values under way", lambda: self.values.now)
         metrics.gauge("event_streams", "Followers of events", lambda: self.streams.now)
         metrics.gauge("clients", "Tokens that are connected to the store", lambda: len(self.clients))
@@ -50,6 +54,24 @@ class Gateway:
         if tenant:
             raise Unauthorized(f"the header {TENANT} requires an operator's token in Authorization")
         return own
+
+    def caller_of(self, headers: Mapping[str, str]) -> Caller:
+        """Return the owner of a request's place: its token, of whose tenant and rights the gateway knows nothing."""
+        try:
+            token = self.credentials_of(headers).token
+        except Unauthorized:
+            return ANYBODY
+        return Caller(f"token {id_of(hash_of(token))}", has_share=True) if token else ANYBODY
+
+    @contextlib.contextmanager
+    def place(self, headers: Mapping[str, str]) -> Iterator[None]:
+        """Count a request with ``headers`` inside the block; raises Overloaded, also beyond its token's share."""
+        caller = self.caller_of(headers)
+        self.requests.take(caller, self.config.max_requests)
+        try:
+            yield
+        finally:
+            self.requests.give_back(caller)
 
     @contextlib.asynccontextmanager
     async def store(self, headers: Mapping[str, str]) -> AsyncIterator[GatewayClient]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc.aio
 
+from tanghulu.auth.places import Caller
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import store_pb2 as pb
 from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc import grpc_edge
+from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.protocol.types import validate_key
@@ -131,9 +134,9 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     async def _answer(self, name: str, work: Callable[[GatewayClient], Awaitable[A]], context: Context) -> A:
         """Do ``work`` on behalf of the caller; typed errors become gRPC's."""
         gateway, began_s, status = self._gateway, time.monotonic(), grpc.StatusCode.CANCELLED
-        headers = {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        headers = _headers(context.invocation_metadata() or ())
         try:
-            with gateway.requests.holding():
+            with gateway.place(headers):
                 async with gateway.store(headers) as store:
                     answer = await work(store)
             status = grpc.StatusCode.OK
@@ -150,6 +153,32 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         held = ExitStack()
         held.enter_context(self._gateway.values.holding_bytes(size_bytes))
         context.add_done_callback(lambda _: held.close())
+
+
+class _TokenAuthorizer:
+    """Admits callers whom the store accepts."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """Return the owner of a call's place. Raises Unauthorized, MasterUnavailable, Overloaded."""
+        headers = _headers(metadata)
+        async with self._gateway.store(headers):
+            return self._gateway.caller_of(headers)
+
+
+class StorePort(GrpcPort):
+    """The port of ``StoreServicer`` on ``gateway``."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        add = partial(store_pb2_grpc.add_StoreServicer_to_server, StoreServicer(gateway))
+        most = gateway.config.max_requests
+        super().__init__(gateway.config, add, authorizer=_TokenAuthorizer(gateway), max_calls=most)
+
+
+def _headers(metadata: Sequence[tuple[str, str | bytes]]) -> dict[str, str]:
+    return {name: value for name, value in metadata if isinstance(value, str)}
 
 
 def _pin(number: int) -> str:

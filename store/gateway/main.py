@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -12,15 +11,13 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from tanghulu.errors import TanghuluError, Unauthorized
-from tanghulu.protos import store_pb2_grpc
-from tanghulu.rpc.grpc_port import GrpcPort
 from tanghulu.runtime.process import Process
 from tanghulu.runtime.tasks import beside
 from tanghulu.store.gateway import chunks_api, dashboard_api, events_api, nodes_api, values_api
 from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
-from tanghulu.store.gateway.grpc_api import StoreServicer
+from tanghulu.store.gateway.grpc_api import StorePort
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.store.gateway.values_api import RangeNotSatisfiable
 from tanghulu.types import Address
@@ -51,8 +48,7 @@ async def serve(process: Process, config: GatewayConfig) -> None:
 async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Address]:
     gateway = Gateway(config, GatewayMetrics(process.registry), process.stopping)
     http = Server(config, config.host)
-    add = partial(store_pb2_grpc.add_StoreServicer_to_server, StoreServicer(gateway))
-    grpc = GrpcPort(config, add, max_calls=config.max_requests)
+    grpc = StorePort(gateway)
     app = http.authorized(make_app(gateway), _NO_KEYS)
     header_s = min(config.stall_s, HEADER_S)
     async with (
@@ -79,7 +75,9 @@ def make_app(gateway: Gateway) -> FastAPI:
         return values_api.unsatisfiable(error)
 
     app.add_exception_handler(RangeNotSatisfiable, unsatisfiable)
-    app.add_middleware(Bounded, requests=gateway.requests, stall_s=gateway.config.stall_s, metrics=gateway.metrics)
+    app.add_middleware(
+        Bounded, place=gateway.place, store=gateway.store, stall_s=gateway.config.stall_s, metrics=gateway.metrics
+    )
     for router in (_health(gateway), dashboard_api.router(gateway)):
         app.include_router(router)
     for api in (values_api, chunks_api, nodes_api, events_api):

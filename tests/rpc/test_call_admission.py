@@ -137,7 +137,7 @@ async def test_many_calls_at_once_are_all_served() -> None:
 class Tenants:
     """An authorizer that takes the name in a call's metadata."""
 
-    def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+    async def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
         name = str(dict(metadata)["name"])
         return Caller(name, has_share=name != "boss", is_operator=name == "boss")
 

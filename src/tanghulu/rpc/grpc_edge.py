@@ -14,7 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgen
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -187,7 +187,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
     def __init__(
         self,
         max_calls: int,
-        authorizer: GrpcKeyAuthorizer | None = None,
+        authorizer: CallAuthorizer | None = None,
         *,
         message_bytes: int = MESSAGE_BYTES,
         most_bytes: int = MAX_REQUEST_BYTES,
@@ -222,7 +222,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
         if self._authorizer is not None:
             metadata = tuple(handler_call_details.invocation_metadata or ())
             try:
-                caller = self._authorizer.admit(handler_call_details.method, metadata)
+                caller = await self._authorizer.admit(handler_call_details.method, metadata)
             except TanghuluError as error:
                 return refusal(handler, error)
         if handler.request_streaming:
@@ -285,7 +285,7 @@ class CallAdmission(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's
 
 def guarded_server(
     max_calls: int,
-    authorizer: GrpcKeyAuthorizer | None,
+    authorizer: CallAuthorizer | None,
     options: Mapping[str, Any] = MappingProxyType({}),
     *,
     message_bytes: int = MESSAGE_BYTES,
@@ -369,6 +369,13 @@ async def typed_errors(peer: str, unavailable: Callable[[str], TanghuluError] = 
         raise typed from error
 
 
+class CallAuthorizer(Protocol):
+    """Admits callers before their messages are received."""
+
+    async def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+        """Return the owner of a call's place; raises a typed error for a caller who may not have one."""
+
+
 class GrpcKeyAuthorizer:
     """Admits callers with an API key that has the right given by ``rights`` for the method, by its full name.
 
@@ -378,7 +385,7 @@ class GrpcKeyAuthorizer:
     def __init__(self, keys: ApiKeysFile, rights: Mapping[str, KeyRight | None]) -> None:
         self._keys, self._rights = keys, rights
 
-    def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
+    async def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Caller:
         """Return the owner of a call's place. Raises Unauthorized, Forbidden."""
         key = self._keys.table.authenticate(from_metadata(tuple(metadata)).token)
         right = self._rights.get(method, KeyRight.ADMIN)

@@ -9,7 +9,7 @@ import grpc.aio
 import structlog
 
 from tanghulu.auth.api_keys import ApiKeysFile, KeyRight
-from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, GrpcKeyAuthorizer, guarded_server, listen
+from tanghulu.rpc.grpc_edge import MESSAGE_BYTES, CallAuthorizer, GrpcKeyAuthorizer, guarded_server, listen
 from tanghulu.runtime.master_options import ServerOptions
 from tanghulu.types import Address
 
@@ -23,7 +23,8 @@ _PING_MS: Final = 10_000
 class GrpcPort:
     """A port with the certificates and bounds of ``options``; ``add_servicer`` registers the methods at a server.
 
-    With ``keys`` each call needs one, with the right that ``rights`` gives for its method. ``flag`` sets the port.
+    With ``keys`` each call needs one, with the right that ``rights`` gives for its method; without them, ``authorizer``
+    admits callers. ``flag`` sets the port.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GrpcPort:
         keys: ApiKeysFile | None = None,
         rights: Mapping[str, KeyRight | None] | None = None,
         *,
+        authorizer: CallAuthorizer | None = None,
         max_calls: int | None = None,
         message_bytes: int = MESSAGE_BYTES,
         flag: str = "--grpc-port",
@@ -40,7 +42,7 @@ class GrpcPort:
         self.address = Address("", 0)
         self._add_servicer = add_servicer
         self._options, self._max_calls = options, max_calls or options.max_connections
-        self._authorizer = None if keys is None else GrpcKeyAuthorizer(keys, rights or {})
+        self._authorizer = authorizer if keys is None else GrpcKeyAuthorizer(keys, rights or {})
         self._message_bytes, self._flag = message_bytes, flag
         self._server: grpc.aio.Server | None = None
 

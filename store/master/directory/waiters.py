@@ -21,6 +21,8 @@ MAX_WAITERS_PER_OWNER = 128
 MAX_KEYS = 1 << 20
 #: A tenant has at most this fraction (1 / n) of the waiting calls, and of their keys.
 _SHARES = 4
+#: Ended calls that may still have an entry in ``_ends``, beyond one for each current call.
+_MOST_ENDED = 64
 
 
 class WaitingCall:
@@ -127,8 +129,10 @@ class WaitBoard:
         self._calls_of[waiter.tenant] -= 1
         if not self._calls_of[waiter.tenant]:
             del self._calls_of[waiter.tenant], self._keys_of[waiter.tenant]
-        if not self._num_waiters:
-            self._ends.clear()  # the remaining ones have ended
+        waiter.missing = set()
+        if len(self._ends) > 2 * self._num_waiters + _MOST_ENDED:
+            self._ends = [entry for entry in self._ends if entry[2].missing]
+            heapq.heapify(self._ends)
 
     def check(self) -> None:
         """Assert that the indexes agree and the bounds hold."""
@@ -139,6 +143,8 @@ class WaitBoard:
         assert self._calls_of == Counter(waiter.tenant for waiter in waiters)
         assert self._keys_of.total() == sum(waiter.num_keys for waiter in waiters)
         timed = {entry[2] for entry in self._ends}
+        assert len(self._ends) <= 2 * len(waiters) + _MOST_ENDED
+        assert sum(len(waiter.missing) for waiter in timed) == self._num_keys
         for waiter in waiters:
             assert waiter.missing, f"{waiter!r} is over"
             assert waiter in timed, f"{waiter!r} would never end"

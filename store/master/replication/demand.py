@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
+from tanghulu.auth.tenants import tenant_of
 from tanghulu.errors import InvalidRequest
 
 #: Keys whose reads are counted.
@@ -14,6 +16,8 @@ TAU_S = 5.0
 MIN_RATE = 1.0
 #: Keys with a request at one time.
 MAX_REQUESTED_KEYS = 8192
+#: A tenant has at most this fraction (1 / n) of them.
+_SHARES = 4
 #: Longest time that one call can request.
 MAX_REQUEST_S = 3600.0
 
@@ -79,6 +83,7 @@ class ReplicaRequests:
 
     def __init__(self) -> None:
         self._asked: dict[str, tuple[int, float]] = {}  # key -> (wanted holders, end)
+        self._num_of: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
         return len(self._asked)
@@ -86,8 +91,8 @@ class ReplicaRequests:
     def ask(self, keys: Iterable[str], holders: int, for_s: float, now_s: float) -> int:
         """Have ``holders`` nodes hold each of ``keys`` for ``for_s`` seconds; return how many keys were accepted.
 
-        Beyond MAX_REQUESTED_KEYS no new key is accepted. Raises InvalidRequest for less than one holder or a time
-        outside of 0 to MAX_REQUEST_S.
+        Beyond MAX_REQUESTED_KEYS, or its tenant's share, no new key is accepted. Raises InvalidRequest for less than
+        one holder or a time outside of 0 to MAX_REQUEST_S.
         """
         if holders < 1:
             raise InvalidRequest(f"holders={holders} must be at least 1")
@@ -95,9 +100,14 @@ class ReplicaRequests:
             raise InvalidRequest(f"for_s={for_s:g} must be above 0 and at most {MAX_REQUEST_S:g} s")
         num_taken = 0
         for key in keys:
-            if key in self._asked or len(self._asked) < MAX_REQUESTED_KEYS:
-                self._asked[key] = (holders, now_s + for_s)
-                num_taken += 1
+            if key not in self._asked:
+                tenant = tenant_of(key)
+                most = MAX_REQUESTED_KEYS // _SHARES if tenant else MAX_REQUESTED_KEYS
+                if len(self._asked) >= MAX_REQUESTED_KEYS or self._num_of[tenant] >= most:
+                    continue
+                self._num_of[tenant] += 1
+            self._asked[key] = (holders, now_s + for_s)
+            num_taken += 1
         return num_taken
 
     def wanted(self, key: str) -> int:
@@ -106,13 +116,17 @@ class ReplicaRequests:
 
     def keys(self, now_s: float) -> list[str]:
         """Return the keys with a current request; forget the others."""
-        for key in [key for key, (_, until_s) in self._asked.items() if until_s <= now_s]:
+        over = [key for key, (_, until_s) in self._asked.items() if until_s <= now_s]
+        for key in over:
             del self._asked[key]
+        if over:
+            self._num_of = Counter(map(tenant_of, self._asked))
         return list(self._asked)
 
     def check(self) -> None:
         """Assert the bounds."""
         assert len(self._asked) <= MAX_REQUESTED_KEYS
+        assert self._num_of == Counter(map(tenant_of, self._asked))
         assert all(holders >= 1 for holders, _ in self._asked.values())
 
     def __repr__(self) -> str:

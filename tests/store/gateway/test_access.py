@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -100,6 +102,37 @@ def test_who_shows_nothing_or_nonsense(gateway: Gateway) -> None:
         with gateway.asks(token, tenant) as stranger:
             for answer in (stranger.get("/v1/nodes"), stranger.put("/v1/values/k", content=b"x" * 100)):
                 assert error_of(answer) == (401, "unauthorized")
+
+
+def sent(gateway: Gateway, token: str, request: str = "POST /v1/evict") -> socket.socket:
+    """A connection with a request whose body does not come."""
+    host, port = gateway.address.split(":")
+    wire = socket.create_connection((host, int(port)), timeout=10)
+    shown = f"authorization: {token}\r\n" if token else ""
+    wire.sendall(f"{request} HTTP/1.1\r\nhost: x\r\n{shown}content-length: 100\r\n\r\n".encode())
+    return wire
+
+
+@pytest.mark.parametrize("token", ["", "Basic abc", "Bearer unknown"])
+@pytest.mark.parametrize("request_line", ["POST /v1/evict", "GET /nowhere", "PUT /v1/values/k"])
+def test_no_body_is_awaited_from_a_stranger(gateway: Gateway, token: str, request_line: str) -> None:
+    with sent(gateway, token, request_line) as wire:
+        assert wire.recv(65536).startswith(b"HTTP/1.1 401")
+
+
+def test_a_token_has_half_of_the_requests(cluster: Secured) -> None:
+    with serving(cluster.address, "--max-requests", "4") as gateway, ExitStack() as slow:
+        for spelling in ("Bearer secret-acme", "bearer   secret-acme"):
+            slow.enter_context(sent(gateway, spelling))
+        eventually(lambda: gateway.metric("tanghulu_gateway_requests_in_flight") == 2)
+        with gateway.asks(secret("acme")) as acme, gateway.asks(secret("initech")) as initech:
+            assert error_of(acme.get("/v1/nodes")) == (429, "overloaded")
+            assert initech.get("/v1/nodes").status_code == 200
+            for _ in range(2):
+                slow.enter_context(sent(gateway, "Bearer secret-initech"))
+            eventually(lambda: gateway.metric("tanghulu_gateway_requests_in_flight") == 4)
+            assert httpx.get(f"{gateway.url}/ready", trust_env=False).status_code == 200
+        assert secret("acme") not in gateway.log_text()
 
 
 def test_tokens_take_turns_in_the_places_there_are(gateway: Gateway) -> None:

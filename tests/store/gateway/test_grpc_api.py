@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -112,3 +114,36 @@ def test_tenants_see_their_own_and_an_operator_acts_for_one(calls: Callable[...,
         with pytest.raises(grpc.RpcError) as raised:
             calls(name)("Get", pb.GetRequest(key="mine"))
         assert code_of(raised) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHORIZED")
+
+
+@contextmanager
+def silent_puts(address: str, number: int, token: str = "") -> Iterator[list[Any]]:
+    """Calls whose message does not come."""
+    done = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        done.wait()
+        yield from ()
+
+    shown = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address) as channel:
+        put = channel.stream_unary("/tanghulu.store.v1.Store/Put")
+        try:
+            yield [put.future(nothing(), metadata=shown, timeout=60) for _ in range(number)]
+        finally:
+            done.set()
+
+
+@pytest.mark.parametrize("token", ["", "unknown"])
+def test_no_message_is_awaited_from_a_stranger(address: str, token: str) -> None:
+    with silent_puts(address, 4, token) as calls:
+        for call in calls:
+            assert call.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert dict(call.trailing_metadata())["tanghulu-error"] == "UNAUTHORIZED"
+
+
+def test_silent_calls_of_one_token_delay_no_other(address: str, calls: Callable[..., Caller]) -> None:
+    with silent_puts(address, 4, "secret-acme") as silent:
+        for number in range(20):
+            calls("initech")("Put", pb.PutRequest(key=f"beside/{number}", value=b"x"))
+        assert not any(call.done() for call in silent)

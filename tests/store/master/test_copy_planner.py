@@ -297,6 +297,19 @@ def test_what_is_asked_for_is_bounded() -> None:
     requests.check()
 
 
+def test_a_tenant_has_a_share_of_the_requests() -> None:
+    requests, share = ReplicaRequests(), MAX_REQUESTED_KEYS // 4
+    many = [f"@acme/{number}" for number in range(share + 10)]
+    assert requests.ask(many, 2, 1.0, 0.0) == share
+    assert requests.ask(many, 2, 5.0, 0.0) == share, "those that it has are renewed"
+    assert requests.ask(["@other/a", "b"], 2, 1.0, 0.0) == 2
+    requests.check()
+    assert len(requests.keys(2.0)) == share
+    assert requests.keys(6.0) == []
+    assert requests.ask(many, 2, 1.0, 6.0) == share, "its share comes back"
+    requests.check()
+
+
 def test_hot_keys_settle_at_the_rate_and_decays() -> None:
     hot_keys = HotKeyRates()
     now_s = 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +74,26 @@ def test_a_tenant_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     board.stored(["@acme/a"])
     board.join("c2", ["@acme/a"], 1.0)
     board.check()
+
+
+class Owner:
+    """A connection."""
+
+
+def test_callers_that_come_and_go_leave_nothing() -> None:
+    """While another waits: neither their keys nor they themselves stay until their time would have been up."""
+    board, owners = WaitBoard(), weakref.WeakSet[Owner]()
+    idle = board.join("idle", ["x"], 30.0)
+    for _ in range(1000):
+        owner = Owner()
+        owners.add(owner)
+        board.join(owner, ["a", "b"], 30.0)
+        (gone,) = board.leave(owner)
+        assert not gone.missing
+        board.check()
+    del gone
+    assert len(owners) < 100
+    assert board.expire(30.0) == [idle]
 
 
 STEP = st.one_of(
