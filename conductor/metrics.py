@@ -73,7 +73,7 @@ class ConductorMetrics:
         self.in_flight = gauge("requests_in_flight", "Sequences under way at workers")
         self.peer_requests = gauge("peer_requests", "Sequences of other conductors that count here")
         self.queued = gauge("requests_queued", "Sequences that wait for a place or for a worker")
-        self.workers = gauge("workers", "Connected workers", "role")
+        self.workers = gauge("workers", "Connected workers", "worker_role")
         self.recorded = counter("recorded_requests", "Requests of --record: written, or dropped", "outcome")
         self.curve = gauge(
             "curve_cached_share",

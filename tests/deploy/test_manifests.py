@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import subprocess
@@ -152,6 +153,18 @@ def test_kubernetes_objects_are_valid(folder):
             kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
     names = [(each["kind"], each["metadata"]["name"]) for each in documents]
     assert len(names) == len(set(names))
+
+
+def test_before_its_end_a_node_drains_itself():
+    (pod,) = [each for each in _pods(_documents("base")) if each["containers"][0]["name"] == "node"]
+    (code,) = re.findall(r"python -c '(.*?)'", pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    nodes = [{"id": "a", "address": "10.0.0.12:7410"}, {"id": "b", "address": "10.0.0.1:7410"}]
+    nodes += [{"id": "c", "address": "[fd00::12]:7410"}, {"id": "d", "address": "[fd00::1]:7410"}]
+    for ip, node in (("10.0.0.1", "b"), ("fd00::1", "d")):
+        found = subprocess.run(
+            [sys.executable, "-c", code], input=json.dumps(nodes), env={"POD_IP": ip}, capture_output=True, text=True
+        )
+        assert found.stdout == f"{node}\n", found.stderr
 
 
 def _settings(file: str) -> dict[str, str]:

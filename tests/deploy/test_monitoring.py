@@ -61,6 +61,13 @@ def test_every_alert_has_a_case_in_which_it_fires():
     assert fired == {rule["alert"] for rule in _rules() if "alert" in rule}
 
 
+def test_no_label_of_ours_is_renamed_for_one_of_the_target():
+    rows = (DEPLOY.parent / "docs/reference/metrics.md").read_text()
+    labels = re.findall(r"^\| `tanghulu_\w+` \| \w+ \| ([^|]*) \|", rows, re.MULTILINE)
+    assert "worker_role" in labels
+    assert not {"role", "job", "instance"} & set(re.findall(r"\w+", " ".join(labels)))
+
+
 def test_panels_have_places_and_queries_of_their_own():
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -274,7 +274,7 @@ class TestAdministration:
         cluster.dispatcher.observe()
         text = (await cluster.http.get("/metrics")).text
         assert 'tanghulu_conductor_requests_total{outcome="length"} 1.0' in text
-        assert 'tanghulu_conductor_workers{role="worker"} 1.0' in text
+        assert 'tanghulu_conductor_workers{worker_role="worker"} 1.0' in text
         assert "tanghulu_conductor_ttft_seconds_bucket" in text
 
     async def test_route_explains_and_changes_nothing(self, cluster):
