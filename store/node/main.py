@@ -313,7 +313,8 @@ class Node:
         try:
             await self._segment_server.start()
         except OSError as error:
-            raise ConfigError(f"cannot serve the segment on {self._config.host}: {error}") from error
+            places = f"{self._config.host} and {self._process.run_dir}/segment.sock"
+            raise ConfigError(f"cannot serve the segment on {places}: {error}") from error
         address = await self._port.start(self._config.host, self._config.port, self._config.reachable_host)
         identity = NodeIdentity(
             self._process.instance_id(address.port),

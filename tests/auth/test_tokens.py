@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +77,21 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         load(write(tmp_path / "t.toml", ENTRY, 0o640))
     with pytest.raises(ConfigError, match="cannot read"):
         load(tmp_path / "missing.toml")
+
+
+def test_a_credential_of_systemd_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "t.toml", ENTRY)
+    for mode, folder, refused in (
+        (0o440, tmp_path, False),
+        (0o440, tmp_path.parent, True),
+        (0o444, tmp_path, True),
+        (0o460, tmp_path, True),
+    ):
+        roots = os.stat_result((mode, 1, 1, 1, 0, 0, 1, 0, 0, 0))
+        monkeypatch.setattr(os, "fstat", lambda _, roots=roots: roots)
+        monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(folder))
+        with pytest.raises(ConfigError, match=f"mode {mode:04o}") if refused else nullcontext():
+            assert len(load(path)) == 1
 
 
 def test_json_is_the_same(tmp_path: Path) -> None:
@@ -191,3 +208,5 @@ def test_the_command_makes_an_entry_that_fits(tmp_path: Path) -> None:
     shown = json.loads(CliRunner().invoke(token_command, ["root", "--json"]).stdout)
     assert shown["entry"]["sha256"] == hash_of(shown["token"])
     assert shown["entry"]["rights"] == ["admin"]
+    with pytest.raises(ConfigError, match="token 'a\"b': a name must have"):
+        CliRunner().invoke(token_command, ['a"b'], catch_exceptions=False)

@@ -67,6 +67,19 @@ def test_what_is_there_stays(tmp_path):
         make(tmp_path, ("localhost",), 1)
 
 
+def test_what_cannot_be_is_said_and_nothing_is_written(tmp_path):
+    with pytest.raises(ConfigError, match=r"--host 'bücher\.example' is neither an address nor an ASCII name"):
+        make(tmp_path / "new", ("bücher.example",), 1)
+    assert not (tmp_path / "new").exists()
+    make(tmp_path, ("localhost",), 1)
+    for file in ("ca.key", "ca.pem"):
+        sound = (tmp_path / file).read_bytes()
+        (tmp_path / file).write_text("nonsense")
+        with pytest.raises(ConfigError, match=r"cannot read .*ca\.pem and .*ca\.key: .*; restore them"):
+            make(tmp_path, ("localhost",), 1)
+        (tmp_path / file).write_bytes(sound)
+
+
 def test_a_master_lets_in_whom_its_authority_signed(tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     make(ours, ("127.0.0.1", "localhost"), 1)

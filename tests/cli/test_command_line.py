@@ -200,6 +200,13 @@ def test_text_that_is_not_utf_8_is_refused(flag):
     assert f"{flag} is not UTF-8" in done.stderr
 
 
+@pytest.mark.parametrize("words", [("store", "watch"), ("status", "--namespace")])
+def test_names_that_are_not_utf_8_are_refused(words):
+    done = _run(*words, b"caf\xe9")
+    assert done.returncode == 7, done.stderr
+    assert "'caf\\udce9' is not UTF-8" in done.stderr
+
+
 def test_standard_input_that_is_not_utf_8_is_refused():
     command = [sys.executable, "-m", "tanghulu", "chat", "--model", "tiny"]
     done = subprocess.run(command, input=b"caf\xe9", capture_output=True, timeout=60)

@@ -17,6 +17,7 @@ from tanghulu.cli.supervision import (
     Supervision,
 )
 from tanghulu.cli.up import Cluster, UpConfig
+from tanghulu.errors import ConfigError
 
 
 @pytest.fixture
@@ -168,10 +169,28 @@ def test_any_history_keeps_to_the_table(events):
     assert plan.children["master"].state in (ChildState.STOPPED, ChildState.DEAD)
 
 
+def _cluster(folder: Path, **options: Any) -> Cluster:
+    board: Any = SimpleNamespace(add=lambda name: None)
+    return Cluster(UpConfig(state_dir=folder, **options), None, folder, board)
+
+
+def test_no_child_has_its_grpc_port_from_the_environment(tmp_path: Path):
+    cluster = _cluster(tmp_path, store_http_port=7480)
+    cluster._add_others("127.0.0.1:1")
+    for name in ("store-http", "conductor"):
+        arguments = cluster._children[name].arguments
+        assert arguments[arguments.index("--grpc-port") + 1] == "-1", name
+
+
+def test_a_directory_in_place_of_a_log_is_named(tmp_path: Path):
+    (tmp_path / "conductor.log").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot replace the log .*/conductor\.log: Is a directory; remove it"):
+        _cluster(tmp_path)._add_others("127.0.0.1:1")
+
+
 @pytest.mark.parametrize("roles", [{"prefill": 0, "decode": 0, "workers": 3}, {"prefill": 1, "decode": 2}])
 def test_each_worker_is_given_its_turn_among_the_gpus(tmp_path: Path, roles: dict[str, int]):
-    board: Any = SimpleNamespace(add=lambda name: None)
-    cluster = Cluster(UpConfig(device="cuda", state_dir=tmp_path, **roles), None, tmp_path, board)
+    cluster = _cluster(tmp_path, device="cuda", **roles)
     cluster._add_others("127.0.0.1:1")
     workers = [child for child in cluster._children.values() if "--device" in child.arguments]
     turns = [child.arguments[child.arguments.index("--device-turn") + 1] for child in workers]

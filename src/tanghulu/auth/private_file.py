@@ -66,7 +66,7 @@ class WatchedFile(Generic[R, T]):
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 mode = stat.S_IMODE(status.st_mode)
-                if self.is_private and mode & 0o077 and not _is_mounted_secret(status):
+                if self.is_private and mode & 0o077 and not _is_mounted_secret(self._path, status):
                     raise ConfigError(f"{self._path} is readable by others (mode {mode:04o}); set its mode to 600")
                 return (status.st_ino, status.st_mtime_ns, status.st_size), file.read(_MAX_BYTES)
         except OSError as error:
@@ -89,10 +89,14 @@ class PrivateFile(WatchedFile[R, T]):
     is_private = True
 
 
-def _is_mounted_secret(status: os.stat_result) -> bool:
-    """Return whether root owns the file and only a group of this process may read it, as in a Kubernetes Secret."""
-    groups = {os.getegid(), *os.getgroups()}
-    return status.st_uid == 0 and status.st_gid in groups - {0} and not status.st_mode & 0o037
+def _is_mounted_secret(path: Path, status: os.stat_result) -> bool:
+    """Return whether root owns the file and only a group of this process may read it, as in a Kubernetes Secret.
+
+    A credential of systemd also has root's group, and an access list that names the service's user.
+    """
+    groups = {os.getegid(), *os.getgroups()} - {0}
+    is_credential = str(path.parent) == os.environ.get("CREDENTIALS_DIRECTORY")  # no option: systemd sets it
+    return status.st_uid == 0 and (is_credential or status.st_gid in groups) and not status.st_mode & 0o037
 
 
 def expiry_unix_s(what: str, value: Any) -> float | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tanghulu.auth.certificate_roles import AUTHORITY, CLIENT, ROLES, URI, name_for
+from tanghulu.auth.certificate_roles import AUTHORITY, CLIENT, NODE, ROLES, URI, name_for
 from tanghulu.cli.printing import write_private
 from tanghulu.errors import ConfigError
 from tanghulu.runtime import extras
@@ -45,9 +45,11 @@ class Signer:
 def make(folder: Path, hosts: tuple[str, ...], days: int) -> list[Path]:
     """Make the authority and a certificate for each role, for ``hosts``; returns the files made.
 
-    Raises ConfigError if ``folder`` cannot be written, or has only half of an authority.
+    Raises ConfigError for an invalid host, a ``folder`` that cannot be written, or half or a malformed authority in it.
     """
     extras.require("certs", "tanghulu certs")
+    for host in hosts:
+        _alternative(host)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         made: list[Path] = []
@@ -60,8 +62,22 @@ def make(folder: Path, hosts: tuple[str, ...], days: int) -> list[Path]:
     return made
 
 
+def hold_for(folder: Path, hosts: tuple[str, ...]) -> bool:
+    """Return whether the certificates in ``folder`` are for all of ``hosts``."""
+    extras.require("certs", "tanghulu certs")
+    from cryptography import x509
+
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / f"{NODE}.pem").read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return False
+    return {name_for(host, NODE) for host in hosts} <= set(names.get_values_for_type(x509.DNSName))
+
+
 def _authority(folder: Path, made: list[Path]) -> Signer:
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -72,12 +88,18 @@ def _authority(folder: Path, made: list[Path]) -> Signer:
             "one, or choose another folder"
         )
     if certificate.exists():
-        loaded = load_pem_private_key(key_file.read_bytes(), None)
+        try:
+            loaded = load_pem_private_key(key_file.read_bytes(), None)
+            signing = x509.load_pem_x509_certificate(certificate.read_bytes())
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key has a password
+            raise ConfigError(
+                f"cannot read {certificate} and {key_file}: {error}; restore them, or choose another folder"
+            ) from None
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
             raise ConfigError(
                 f"{key_file} is not an elliptic-curve key, so it was not made here; choose another folder"
             )
-        return Signer(x509.load_pem_x509_certificate(certificate.read_bytes()), loaded)
+        return Signer(signing, loaded)
     key = ec.generate_private_key(ec.SECP256R1())
     builder = _begun("tanghulu authority", key, _AUTHORITY_DAYS).issuer_name(_name("tanghulu authority"))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -156,7 +178,9 @@ def _alternative(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        if host.isascii():
+            return x509.DNSName(host)
+    raise ConfigError(f"--host {host!r} is neither an address nor an ASCII name; write its xn--... form")
 
 
 def _write(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import click
 
-from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, KeyRight, new_key
+from tanghulu.auth.api_keys import ApiKey, ApiKeysFile, ApiKeyTable, KeyRight, new_key
 from tanghulu.auth.cluster_secret import make_cluster_secret
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import validate_tenant
@@ -81,9 +80,10 @@ def secret(file: Path) -> None:
 
 def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = "", **numbers: float) -> None:
     """Add ``key`` to ``file``; raises ConfigError for an invalid file or name."""
+    validate_name(f"{file}: key", name)
     if file.suffix == ".json":
         raise ConfigError(f"{file}: keys are added to TOML files only; enter the SHA-256 of a new key by hand")
-    lines = ["[[keys]]", f"name = {json.dumps(name)}"]
+    lines = ["[[keys]]", f'name = "{name}"']
     if tenant:
         lines.append(f'tenant = "{validate_tenant(tenant)}"')
     lines.append("rights = [" + ", ".join(f'"{right}"' for right in rights) + "]")
@@ -91,6 +91,14 @@ def add(file: Path, name: str, key: str, rights: tuple[str, ...], tenant: str = 
     lines.append(f'sha256 = "{hash_of(key)}"')
     with _changing(file) as text:
         text[:] = [*text, *([""] if text else []), *lines]
+
+
+def validate_name(called: str, name: str) -> None:
+    """Raise ConfigError, beginning with ``called``, unless a key or a token may have this name."""
+    try:
+        ApiKeyTable([ApiKey(name, hash_of(""), frozenset(KeyRight))])
+    except ConfigError as error:
+        raise ConfigError(f"{called} {error.message.removeprefix('key ')}") from None
 
 
 @COMMAND.command("list", short_help="List the keys of a file.")

@@ -7,7 +7,7 @@
     keys.toml   the API keys (``tanghulu keys``); the first, ``operator``, is in api.key
 
 The authority's key is deleted after signing: a reader of the folder cannot make further certificates. If one is
-missing, or they expire within a month, all are made anew, and clients need the new ``ca.pem``.
+missing or lacks a host, or they expire within a month, all are made anew, and clients need the new ``ca.pem``.
 
 Children get the names of these files and never a secret, so none appears in ``ps``, in logs or in cluster.json.
 """
@@ -88,6 +88,11 @@ def prepare(folder: Path, hosts: tuple[str, ...]) -> SecureFiles:
             key = new_key()
             write_private(folder / "api.key", f"{key}\n".encode())
             keys.add(folder / "keys.toml", "operator", key, (KeyRight.ADMIN.value,))
+        elif not (folder / "api.key").exists():
+            raise ConfigError(
+                f"{folder}/api.key is missing: restore it, or make another key with "
+                f"`tanghulu keys create {folder}/keys.toml NAME --right admin > {folder}/api.key`"
+            )
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror or error}") from error
     return SecureFiles(folder)
@@ -97,7 +102,7 @@ def _certify(folder: Path, hosts: tuple[str, ...]) -> None:
     authority, key = folder / "ca.pem", folder / "ca.key"
     if authority.exists() and not key.exists():
         is_new = time.time() - authority.stat().st_mtime < _RENEWED_AFTER_S
-        if is_new and all((folder / f"{role}.pem").exists() for role in ROLES):
+        if is_new and all((folder / f"{role}.pem").exists() for role in ROLES) and certs.hold_for(folder, hosts):
             return
         shutil.rmtree(folder)
     certs.make(folder, hosts, certs.DAYS)
@@ -124,6 +129,8 @@ def COMMAND() -> None:
 @click.option("--host", "hosts", multiple=True, help=certs.HOST_HELP)
 def init(folder: Path, hosts: tuple[str, ...]) -> None:
     """Make certificates, tokens and keys for a secure cluster in FOLDER; existing files are kept.
+
+    Certificates that lack a host are made anew.
 
     Each process gets tokens.toml, cluster.token, certs/ca.pem and its role's certificate; conductors get keys.toml too.
     operator.token is for `tanghulu store` and `tanghulu drain`, metrics.token for Prometheus, api.key for the HTTP API.

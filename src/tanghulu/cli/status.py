@@ -12,6 +12,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from tanghulu.arguments import text
 from tanghulu.cli.printing import print_json, show_live, store_options, table_of, wide_console
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.masters import MasterFinder
@@ -130,7 +131,7 @@ def _hit_ratio(role: Role, figures: Mapping[str, float]) -> float | None:
 
 async def look(master: Masters, discovery: str, namespace: str) -> ClusterStatus:
     """Query discovery, the master and every process; raises MasterUnavailable if none can list the processes."""
-    instances = await instances_now(discovery, master, namespace=namespace, deadline_s=_DEADLINE_S)
+    instances = await instances_now(discovery, master, namespace=text("namespace", namespace), deadline_s=_DEADLINE_S)
     views: dict[str, NodeView] = {}
     masters: list[MasterView] = []
     asked = str(master)

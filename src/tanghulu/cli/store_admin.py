@@ -10,8 +10,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tanghulu.arguments import text
 from tanghulu.auth.derived_tokens import hash_of
 from tanghulu.auth.tenants import OF_OPERATORS, Right, new_token, validate_tenant
+from tanghulu.cli.keys import validate_name
 from tanghulu.cli.printing import counted, print_json, print_outcome, print_rows, print_table, store_options
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.masters import Masters
@@ -141,6 +143,7 @@ def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_js
 
     Continues after the loss of a master; if it has to start over, it prints a "reset" and then all existing keys.
     """
+    text("prefix", prefix)
     connect(master).close()  # report an absent master now instead of waiting for it
     asyncio.run(_watch(master, prefix, snapshot, count, as_json))
 
@@ -248,6 +251,7 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
 
     NAME appears in logs and messages. Give the token to its user now: it cannot be shown again.
     """
+    validate_name("token", name)
     if tenant:
         validate_tenant(tenant)
         for right, why in OF_OPERATORS.items():

@@ -225,7 +225,10 @@ class Cluster:
         if secure is not None:
             given += secure.flags(role)
         log_path = self._config.state_dir / f"{name}.log"
-        log_path.unlink(missing_ok=True)
+        try:
+            log_path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot replace the log {log_path}: {error.strerror}; remove it") from None
         self._children[name] = ChildProcess(role, name, given, log_path, run_dir, self._file)
         self._plan.add(name, vital=role in _VITAL and not (role == "conductor" and self._config.conductors > 1))
         self._board.add(name)
@@ -259,11 +262,11 @@ class Cluster:
             checked = self._checked if config.engine != "vllm" else ()
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model, *checked)
         if config.store_http_port:
-            grpc = ("--grpc-port", str(config.store_grpc_port)) if config.store_grpc_port >= 0 else ()
-            self._add("gateway", "store-http", config.store_http_port, *at, *grpc)
+            grpc_port = str(config.store_grpc_port)  # even -1, or TANGHULU_GRPC_PORT, meant for conductors, would count
+            self._add("gateway", "store-http", config.store_http_port, *at, "--grpc-port", grpc_port)
         ends = ("--grace-s", str(config.grace_s), "--notice-s", "0")
         timeout = ("--worker-timeout-s", str(config.worker_timeout_s))
-        ports = ("--grpc-port", str(config.grpc_port)) if config.grpc_port >= 0 else ()
+        ports = ("--grpc-port", str(config.grpc_port))
         parsers = ("--tool-call-parser", config.tool_call_parser, "--reasoning-parser", config.reasoning_parser)
         given = (*at, "--policy", config.policy, *timeout, *ends, *ports, *parsers)
         shared = ("--reuse-port",) if config.conductors > 1 else ()

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,6 +105,14 @@ def test_a_drain_can_be_undone(trio: Cluster, store: Client) -> None:
     assert run(trio, "undrain", node.name) == {"node": node.name, "draining": False}
     store.put("u", b"x", prefer_node=node.name)
     assert holders(store, "u") == {node.name}
+
+
+def test_a_node_names_the_socket_of_another_in_its_run_dir(trio: Cluster) -> None:
+    taken = str(trio.nodes[0].run_dir)
+    command = [sys.executable, "-m", "tanghulu", "node", "--master", trio.address, "--port", "0", "--memory", "64MiB"]
+    done = subprocess.run([*command, "--run-dir", taken], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"127.0.0.1 and {taken}/segment.sock: [Errno 98] Address already in use" in done.stderr
 
 
 @pytest.mark.slow
