@@ -119,17 +119,17 @@ async def test_trouble_in_mid_stream_moves_the_request(fronts, trouble):
 async def test_no_more_tokens_are_wanted_than_the_server_s_context_holds(fronts, folder):
     """vLLM refuses more; another server of the model may have a longer context, which is what clients are told."""
     servers = [FakeVllm(folder), FakeVllm(folder)]
-    servers[0].context_length = 64
+    servers[0].context_length = 200  # holds the text by which tokenizers are compared
     async with fronts(servers=servers) as front:
         await front.up()
         for number in range(4):
-            assert (await front.complete(f"{number} rivers", max_tokens=100))["status"] == 200
+            assert (await front.complete(f"{number} rivers", max_tokens=220))["status"] == 200
         for server in servers:
             assert server.requests
             assert {len(sent["prompt"]) + sent["max_tokens"] <= server.context_length for sent in server.requests} == {
                 True
             }
-        assert {sent["max_tokens"] for sent in servers[1].requests} == {100}
+        assert {sent["max_tokens"] for sent in servers[1].requests} == {220}
 
 
 async def test_client_that_leaves_ends_the_request(fronts):
