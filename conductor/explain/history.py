@@ -177,7 +177,7 @@ class PromptHistory:
     ) -> tuple[Namespace, Segment, int] | None:
         """Return another namespace with the longest beginning of ``prompt``, of whole blocks, and their number.
 
-        One where ``client`` had it goes before all others, whose prompts change nothing of what it is told. Of
+        One where ``client`` had it is preferred, so that other clients' prompts do not affect its explanation. Of
         namespaces that are the same up to the first block, the latest are examined.
         """
 

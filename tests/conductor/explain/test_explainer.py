@@ -127,8 +127,8 @@ async def test_another_salt_gives_another_name(cluster):
 
 @pytest.mark.parametrize("num_shared", [0, 200, 400])
 @pytest.mark.parametrize("earlier", ["nothing", "a prompt that begins alike", "the same prompt under another salt"])
-async def test_prompts_of_other_clients_change_nothing_of_what_one_is_told(num_shared, earlier):
-    prompt, told = prompt_of(1, 400), []
+async def test_prompts_of_other_clients_change_nothing_of_one_s_explanation(num_shared, earlier):
+    prompt, explained = prompt_of(1, 400), []
     for others in (0, 2):
         cluster = Explained()
         if earlier != "nothing":
@@ -136,11 +136,11 @@ async def test_prompts_of_other_clients_change_nothing_of_what_one_is_told(num_s
             cluster.runs(mine, salt=b"mine" if "same" in earlier else b"two", client="key b")
         for number in range(others):
             cluster.runs(prompt[:num_shared] + prompt_of(2 + number, 400 - num_shared), salt=b"%d" % number)
-        told.append(cluster.runs(prompt, Audience.OPERATOR, salt=b"two", client="key b"))
+        explained.append(cluster.runs(prompt, Audience.OPERATOR, salt=b"two", client="key b"))
         if others and num_shared and earlier == "nothing":
             shown = cluster.stream.story.explanation.shown(Audience.ADMIN)["runs"]
-            assert shown[0]["cause"] == "other_name", "administrators are told"
-    assert told[0] == told[1]
+            assert shown[0]["cause"] == "other_name", "administrators see it"
+    assert explained[0] == explained[1]
 
 
 async def test_an_evicted_prefix_names_who_needed_the_room():
